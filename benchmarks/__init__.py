@@ -1,0 +1,1 @@
+"""Benchmarks of the suite itself: ``python -m benchmarks NAME [--json]``."""

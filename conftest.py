@@ -1,0 +1,1 @@
+"""Makes the checkout's own packages (tests, benchmarks) importable; the plugin does the rest."""

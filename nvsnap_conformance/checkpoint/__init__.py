@@ -1,0 +1,1 @@
+"""Checkpointers: device layer and host layer, one file per strategy."""

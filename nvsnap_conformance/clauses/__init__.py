@@ -1,0 +1,1 @@
+"""Clauses: the named requirements, one TOML file per area, and their registry."""

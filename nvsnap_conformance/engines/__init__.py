@@ -1,0 +1,1 @@
+"""Engines under test: one protocol, one file per engine family."""

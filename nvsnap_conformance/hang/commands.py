@@ -1,0 +1,260 @@
+"""The commands ``watch`` and ``inspect`` (of a hang bundle)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nvsnap_conformance.deadline import Deadline
+from nvsnap_conformance.errors import EnvironmentFailure, UsageError
+from nvsnap_conformance.outcomes import ExitCode
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.hang.collectives import FrameRegistry
+    from nvsnap_conformance.hang.model import Bundle, Member
+    from nvsnap_conformance.hang.progress import Metrics
+    from nvsnap_conformance.hang.verdict import Verdict
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
+
+
+@click.command()
+@click.option("--pid", "pids", multiple=True, type=int, help="A rank's process; once per rank, in order.")
+@click.option("--tree", "root", type=int, help="An engine's root process; its ranks are found.")
+@click.option("--out", type=_FOLDER, help="Folder of the bundle [default: nvs-hang-TIME].")
+@click.option("--once", is_flag=True, help="Read stacks now, judge, and end.")
+@click.option(
+    "--stall", default=2.0, show_default=True, help="Seconds without progress before stacks are read."
+)
+@click.option("--poll", default=0.5, show_default=True, help="Seconds between two polls.")
+@click.option("--metrics", default="auto", show_default=True, help="URL of the metrics page, auto, or none.")
+@click.option("--timeout", default=0.0, help="Watch for this many seconds [default: until it ends].")
+@click.option("--locals", "with_locals", is_flag=True, help="Read local variables too (with --once).")
+@click.option("--registry", type=_FILE, help="More frames, in the format of collectives.toml.")
+@click.option("--flight-recorder", type=_FOLDER, help="Folder with torch flight recorder dumps.")
+@click.option(
+    "--nccl-ras", multiple=True, type=_FILE, help="An answer of ncclras -f json; twice for two polls."
+)
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def watch(
+    *,
+    pids: tuple[int, ...],
+    root: int | None,
+    out: Path | None,
+    once: bool,
+    stall: float,
+    poll: float,
+    metrics: str,
+    timeout: float,
+    with_locals: bool,
+    registry: Path | None,
+    flight_recorder: Path | None,
+    nccl_ras: tuple[Path, ...],
+    form: str,
+) -> None:
+    """Watch the ranks of an engine and say who is stuck, where, and whose collective is missing.
+
+    Exit code: 0 nothing is stuck, 1 a hang or a dead rank, 6 it cannot be told, 7 the right to read stacks
+    is missing.
+    """
+    from nvsnap_conformance.hang import rights  # noqa: PLC0415 - the command line stays light
+
+    if bool(pids) == bool(root):
+        raise UsageError("give either --pid (once per rank) or --tree", next_step="watch --tree PID")
+    if stall <= 0 or poll <= 0 or timeout < 0:
+        raise UsageError("--stall and --poll are above zero, --timeout is not below")
+    frames = _registry(registry)
+    evidence = _evidence(flight_recorder, nccl_ras)
+    folder = out or Path(time.strftime("nvs-hang-%Y%m%d-%H%M%S"))
+    deadline = Deadline.after(timeout or 10 * 365 * 86400.0)
+    members = _members(pids, root, Deadline.after(0.0) if once else deadline)
+    rights.require(m.pid for m in members)
+    if once:
+        _, verdict = _look(members, folder, with_locals=with_locals, evidence=evidence, frames=frames)
+        _report(verdict, folder, form)
+        raise SystemExit(_code(verdict))
+    from nvsnap_conformance.hang.watch import Watch  # noqa: PLC0415 - as above
+
+    with contextlib.ExitStack() as stack:
+        source = _metrics(metrics, members)
+        if source is not None:
+            stack.callback(source.close)
+        if form == "text":
+            click.echo(f"watching {len(members)} processes by {source.name if source else 'the kernel'}")
+        observer = Watch(
+            members,
+            folder,
+            metrics=source,
+            stall=stall,
+            poll=poll,
+            registry=frames,
+            refresh=None if root is None else lambda: _members((), root, Deadline.after(0.0)),
+            say=lambda text: click.echo(text, err=True),
+        )
+        stopped = observer.run(deadline)
+    if stopped.verdict is None:
+        click.echo(json.dumps({"reason": stopped.reason}) if form == "json" else stopped.reason)
+        return
+    _report(stopped.verdict, folder, form)
+    raise SystemExit(_code(stopped.verdict))
+
+
+@click.command("inspect")
+@click.argument("folder", type=click.Path(exists=True, path_type=Path))
+@click.option("--registry", type=_FILE, help="More frames, in the format of collectives.toml.")
+@click.option("--flight-recorder", type=_FOLDER, help="Folder with torch flight recorder dumps.")
+@click.option(
+    "--nccl-ras", multiple=True, type=_FILE, help="An answer of ncclras -f json; twice for two polls."
+)
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def inspect(
+    folder: Path,
+    registry: Path | None,
+    flight_recorder: Path | None,
+    nccl_ras: tuple[Path, ...],
+    form: str,
+) -> None:
+    """Judge a recorded hang bundle again.
+
+    Exit code: 0 nothing is stuck, 1 a hang or a dead rank, 6 it cannot be told.
+    """
+    verdict = inspect_bundle(folder, registry=registry, evidence=_evidence(flight_recorder, nccl_ras))
+    click.echo(json.dumps(verdict.to_json()) if form == "json" else verdict.tree())
+    raise SystemExit(_code(verdict))
+
+
+def inspect_bundle(
+    folder: Path, *, registry: Path | None = None, evidence: dict[str, Any] | None = None
+) -> Verdict:
+    """Read the bundle in ``folder`` and judge it, with more ``evidence`` where given."""
+    from dataclasses import replace  # noqa: PLC0415 - the command line stays light
+
+    from nvsnap_conformance.hang.bundle import read_bundle  # noqa: PLC0415
+    from nvsnap_conformance.hang.verdict import judge  # noqa: PLC0415
+
+    bundle = read_bundle(folder)
+    bundle = replace(bundle, evidence={**bundle.evidence, **(evidence or {})})
+    return judge(bundle, _registry(registry))
+
+
+def _members(pids: tuple[int, ...], root: int | None, deadline: Deadline) -> list[Member]:
+    """Return the members, waiting until ``deadline`` for an engine that has no ranks yet."""
+    from nvsnap_conformance.deadline import wait_for  # noqa: PLC0415
+    from nvsnap_conformance.errors import DeadlineExceeded  # noqa: PLC0415
+    from nvsnap_conformance.hang import discover  # noqa: PLC0415
+    from nvsnap_conformance.hang.model import Role  # noqa: PLC0415
+    from nvsnap_conformance.processes import ProcessId  # noqa: PLC0415
+
+    if root is None:
+        missing = [pid for pid in pids if ProcessId.of(pid) is None]
+        if missing:
+            raise UsageError(f"no such process: {', '.join(map(str, missing))}")
+        return discover.listed(pids)
+    identity = ProcessId.of(root)
+    if identity is None:
+        raise UsageError(f"no such process: {root}")
+
+    def found() -> list[Member] | None:
+        members = discover.discover(identity)
+        if not identity.alive or any(m.role is Role.RANK for m in members):
+            return members
+        return None
+
+    try:
+        members = wait_for("ranks to appear", found, deadline, interval=1.0)
+    except DeadlineExceeded:
+        members = []
+    if not any(m.role is Role.RANK for m in members):
+        raise EnvironmentFailure(
+            f"no rank was found below pid {root}",
+            cause="no RANK in an environment, no title that tells one, and no two processes alike",
+            next_step="name the ranks in order: watch --pid PID --pid PID ...",
+        )
+    return members
+
+
+def _registry(path: Path | None) -> FrameRegistry:
+    from nvsnap_conformance.hang.collectives import load  # noqa: PLC0415
+
+    return load(path) if path else load()
+
+
+def _evidence(flight_recorder: Path | None, nccl_ras: tuple[Path, ...]) -> dict[str, Any]:
+    from nvsnap_conformance.hang import corroborate  # noqa: PLC0415
+
+    evidence: dict[str, Any] = {}
+    if flight_recorder is not None:
+        evidence["flight_recorder"] = corroborate.read_flight_recorder(flight_recorder)
+    if nccl_ras:
+        evidence["nccl_ras"] = [corroborate.read_ras(path) for path in nccl_ras]
+    return evidence
+
+
+def _metrics(choice: str, members: list[Member]) -> Metrics | None:
+    from nvsnap_conformance.hang.progress import Metrics, find_metrics  # noqa: PLC0415
+
+    if choice == "none":
+        return None
+    pids = [m.pid for m in members]
+    if choice == "auto":
+        found = find_metrics(pids)
+        return Metrics(found, pids[0]) if found else None
+    if not choice.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--metrics {choice!r} is no URL", next_step="give http://HOST:PORT/metrics, auto or none"
+        )
+    return Metrics(choice, pids[0])
+
+
+def _look(
+    members: list[Member],
+    folder: Path,
+    *,
+    with_locals: bool,
+    evidence: dict[str, Any],
+    frames: FrameRegistry,
+) -> tuple[Bundle, Verdict]:
+    from nvsnap_conformance.hang.bundle import collect_bundle  # noqa: PLC0415
+    from nvsnap_conformance.hang.follow import follow  # noqa: PLC0415
+    from nvsnap_conformance.hang.verdict import judge  # noqa: PLC0415
+
+    deadline = Deadline.after(60.0)
+    if with_locals:
+        bundle = collect_bundle(
+            None,
+            ranks=None,
+            members=members,
+            folder=folder,
+            deadline=deadline,
+            with_locals=True,
+            evidence=evidence,
+            reason="asked for",
+        )
+        return bundle, judge(bundle, frames)
+    return follow(
+        members, folder=folder, deadline=deadline, reason="asked for", evidence=evidence, registry=frames
+    )
+
+
+def _report(verdict: Verdict, folder: Path, form: str) -> None:
+    from nvsnap_conformance.hang.bundle import write_text  # noqa: PLC0415
+
+    data = json.dumps(verdict.to_json(), indent=1)
+    write_text(folder, "verdict.json", data)
+    write_text(folder, "verdict.txt", verdict.tree() + "\n")
+    click.echo(data if form == "json" else f"{verdict.tree()}\n\nbundle: {folder}")
+
+
+def _code(verdict: Verdict) -> int:
+    from nvsnap_conformance.hang.verdict import VerdictKind  # noqa: PLC0415
+    from nvsnap_conformance.outcomes import Outcome  # noqa: PLC0415
+
+    if verdict.is_hang or verdict.kind is VerdictKind.DEAD_RANK:
+        return ExitCode.NOT_CONFORMANT
+    return ExitCode.INCOMPLETE if verdict.outcome is Outcome.UNKNOWN else ExitCode.CONFORMANT

@@ -1,0 +1,1 @@
+"""Many ranks at little cost: processes forked from one server that has torch loaded."""

@@ -1,0 +1,1 @@
+"""What is injected into engines, the ways in, and known-bad implementations."""

@@ -1,0 +1,187 @@
+"""Known-bad hooks whose defect shows in what only GPUs hold, or in what one rank's failure does to others.
+
+As in :mod:`nvsnap_hooks.mutants`, each is the reference implementation with one defect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from nvsnap_hooks import flashinfer
+from nvsnap_hooks.reference import ReferenceHooks
+from nvsnap_hooks.resources import Absent, DefaultGroup, Group, StillHeld, Unsupported
+
+Report = dict[str, Any]
+
+
+class GroupsBeforeGraphs(ReferenceHooks):
+    """Drops graphs after the groups whose collectives they hold; on GPUs the destroy never returns."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def release_order(self, resources: list[Any]) -> list[Any]:
+        """Put the graphs last."""
+        return sorted(resources, key=lambda resource: isinstance(resource, flashinfer.Graphs))
+
+
+class UnsortedGroups(ReferenceHooks):
+    """Goes through the groups as each rank registered them, as vLLM's own hooks do."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def release_order(self, resources: list[Any]) -> list[Any]:
+        """Order the groups by their registration, the default group last."""
+        from vllm.distributed import parallel_state
+
+        registered = list(parallel_state._groups)
+
+        def place(resource: Any) -> int:
+            if not isinstance(resource, Group):
+                return -1
+            name = resource.name.partition("/")[0]
+            known = name in registered and not isinstance(resource, DefaultGroup)
+            return registered.index(name) if known else len(registered)
+
+        return sorted(resources, key=place)
+
+
+class AliasTwice(ReferenceHooks):
+    """Visits a workspace once for each slot that it is in."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def release(self, resource: Any) -> str:
+        """Release an aliased workspace again under its other name."""
+        detail = super().release(resource)
+        for _ in getattr(resource, "aliases", ()) if isinstance(resource, flashinfer.Workspace) else ():
+            super().release(resource)
+        return detail
+
+
+class WeakerTeardown(ReferenceHooks):
+    """Drops graphs and groups, leaves FlashInfer's workspaces mapped and does not speak of them."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def inventory(self) -> list[Any]:
+        """See no workspace."""
+        return [found for found in super().inventory() if not isinstance(found, flashinfer.Workspace)]
+
+
+class GraphsCalledAbsent(ReferenceHooks):
+    """Looks for graphs in the wrong place, finds none and says so."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def inventory(self) -> list[Any]:
+        """See no graph."""
+        none = Absent(flashinfer.Graphs.name, flashinfer.Graphs.kind, "none was found")
+        return [none if isinstance(found, flashinfer.Graphs) else found for found in super().inventory()]
+
+
+class All2AllSkipped(ReferenceHooks):
+    """Skips an all-to-all manager that it cannot release, with a warning that nobody reads."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def inventory(self) -> list[Any]:
+        """See no manager."""
+        return [found for found in super().inventory() if found.kind != "all2all-manager"]
+
+
+class StaleManager(ReferenceHooks):
+    """Hands the rebuilt groups to everything but the all-to-all manager."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def inventory(self) -> list[Any]:
+        """Take the manager for no holder."""
+        found = super().inventory()
+        for resource in found:
+            if isinstance(resource, Group):
+                resource.holders = [h for h in resource.holders if "All2AllManager" not in h.where]
+                resource.stuck = [*resource.stuck, "an all-to-all manager"]
+        return found
+
+    def release(self, resource: Any) -> str:
+        """Release, and let what still holds the group be."""
+        try:
+            return super().release(resource)
+        except StillHeld:
+            return f"{resource.name} destroyed"
+
+
+class WorkspaceForgotten(ReferenceHooks):
+    """Reports a workspace rebuilt that it passes over, as vLLM does once the workspace's group is another."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def rebuild(self, resource: Any, context: Any) -> str:
+        """Rebuild all but workspaces."""
+        if isinstance(resource, flashinfer.Workspace):
+            return "no workspace belongs to this group"
+        return super().rebuild(resource, context)
+
+
+class WorkspaceOverWorld(ReferenceHooks):
+    """Restores a workspace over the default group in place of the group that it is for."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def rebuild(self, resource: Any, context: Any) -> str:
+        """Rebuild, a workspace over the world."""
+        if isinstance(resource, flashinfer.Workspace):
+            from torch.distributed import distributed_c10d as c10d
+
+            groups = resource._module._fi_ar_workspace_groups
+            groups[id(resource._workspace)] = c10d._get_default_group()
+        return super().rebuild(resource, context)
+
+
+class AnyBackends(ReferenceHooks):
+    """Does not ask whether the other ranks' workspaces are of the same backend."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def shared(self, resources: list[Any]) -> list[str]:
+        """Name without backends."""
+        return [entry.partition(" ")[0] for entry in super().shared(resources)]
+
+
+class FailureKept(ReferenceHooks):
+    """A rank whose own part went well reports success, whatever became of the others."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def _conclude(self, _votes: Any, outcomes: list[Report], reached: str) -> None:
+        """Look at the own outcomes only."""
+        failed = [o["name"] for o in outcomes if o["outcome"] == "failed"]
+        self.state.name, self.state.problem = ("failed", str(failed)) if failed else (reached, None)
+
+
+class AbandonsLoop(ReferenceHooks):
+    """Stops at its first failure and bounds nothing, as an exception in vLLM's loop over groups does.
+
+    Its groups stay open, so its peers wait in the next barrier for the engine's timeout of half an hour.
+    """
+
+    DIRTY: ClassVar[bool] = True
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        super().__init__(worker, options)
+        self._stopped = False
+
+    def bound(self, resources: list[Any]) -> None:
+        """Bound nothing."""
+
+    def release(self, resource: Any) -> str:
+        """Release, unless an earlier one failed."""
+        if self._stopped:
+            raise RuntimeError("not attempted: an earlier one failed")
+        try:
+            return super().release(resource)
+        except Unsupported:
+            raise
+        except Exception:
+            self._stopped = True
+            raise

@@ -1,0 +1,167 @@
+"""What this rank of a vLLM engine holds across ranks, as the reference hooks see it, by stable names."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from nvsnap_hooks import flashinfer
+from nvsnap_hooks.holders import find_holders, thawed
+from nvsnap_hooks.resources import (
+    Absent,
+    Broadcaster,
+    DefaultGroup,
+    Group,
+    Kept,
+    SharedMemory,
+)
+
+WORLD = "world/default"
+
+
+def coordinators() -> list[tuple[str, Any, tuple[str, ...]]]:
+    """Return name, coordinator and further names of every living GroupCoordinator, sorted by name.
+
+    Sorted, since the order of registration may differ between ranks; one that is registered under two
+    names comes once.
+    """
+    from vllm.distributed import parallel_state
+
+    names: dict[int, list[str]] = {}
+    alive: dict[int, Any] = {}
+    for name in sorted(parallel_state._groups):
+        coordinator = parallel_state._groups[name]()
+        if coordinator is not None:
+            names.setdefault(id(coordinator), []).append(name)
+            alive[id(coordinator)] = coordinator
+    return [(known[0], alive[key], tuple(known[1:])) for key, known in names.items()]
+
+
+def take() -> list[Any]:
+    """Return the resources of this rank in the order in which they are released.
+
+    Captured graphs go first, for they hold collectives: ``destroy_process_group`` never returns while one
+    with NCCL's is there (measured on two H200). Workspaces, message queues and communicators go before the
+    groups that they use, and the default group last.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    found: list[Any] = [*_device_wide(), *_control_queues()]
+    groups: list[Group] = []
+    for name, coordinator, aliases in coordinators():
+        found += _communicator(name, coordinator)
+        for label in ("device", "cpu"):
+            group = getattr(coordinator, f"{label}_group", None)
+            resource = f"{name}/{label}"
+            if not _registered(group):
+                found.append(_without(resource, group))
+                continue
+            members = [list(ranks) for ranks in coordinator.group_ranks]
+            groups.append(Group(resource, group, members, tuple(f"{alias}/{label}" for alias in aliases)))
+    known = {id(group.group) for group in groups}
+    default = c10d._get_default_group()
+    for group in list(c10d._world.pg_map):
+        if id(group) not in known and group is not default:
+            ranks = list(c10d._world.pg_group_ranks[group])
+            name = f"loose/{group.group_desc}{ranks}".replace(" ", "")
+            twins = sum(other.name.startswith(name) for other in groups)
+            groups.append(Group(f"{name}#{twins}" if twins else name, group, [ranks]))
+    groups.append(DefaultGroup(WORLD, default, [list(range(default.size()))]))
+    _attach_holders(groups)
+    return found + groups
+
+
+def rebuild_order(resources: list[Any]) -> list[Any]:
+    """Return the resources in the order in which they come back: groups first, the default before all."""
+
+    def place(resource: Any) -> tuple[int, str]:
+        if isinstance(resource, DefaultGroup):
+            return 0, resource.name
+        return (1 if isinstance(resource, Group) else 2), resource.name
+
+    return sorted(resources, key=place)
+
+
+def _registered(group: Any) -> bool:
+    from torch.distributed import ProcessGroup
+    from torch.distributed import distributed_c10d as c10d
+
+    return isinstance(group, ProcessGroup) and group in c10d._world.pg_map
+
+
+def _without(name: str, group: Any) -> Absent:
+    from torch.distributed import ProcessGroup
+
+    if isinstance(group, ProcessGroup):
+        return Kept(name, "process-group", "a stateless group, unknown to torch.distributed")
+    return Absent(name, "process-group", "the coordinator has none")
+
+
+def _communicator(name: str, coordinator: Any) -> list[Any]:
+    communicator = coordinator.device_communicator
+    module = getattr(communicator, "dist_module", None)
+    manager = getattr(communicator, "all2all_manager", None)
+    found: list[Any] = []
+    if manager is None:
+        found.append(Absent(f"{name}/all2all", "all2all-manager", "the communicator has none"))
+    else:
+        found.append(Kept(f"{name}/all2all", "all2all-manager", f"{type(manager).__name__} is not known"))
+    if coordinator.mq_broadcaster is None:
+        found.append(Absent(f"{name}/broadcaster", Broadcaster.kind, "the coordinator has none"))
+    else:
+        found.append(Broadcaster(f"{name}/broadcaster", coordinator))
+    if type(module).__name__ == "_CPUSHMDistributed":
+        found.append(SharedMemory(f"{name}/shm", communicator))
+    else:
+        found.append(Absent(f"{name}/shm", SharedMemory.kind, "the group does not use shared memory"))
+    return found
+
+
+def _control_queues() -> list[Any]:
+    """Return the queues between the engine's executor and this worker.
+
+    They carry the very RPC that ``restore`` is asked by, so they stay, and the report says so.
+    """
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    with thawed():
+        process = next((thing for thing in gc.get_objects() if isinstance(thing, WorkerProc)), None)
+    found: list[Any] = []
+    for name, attribute in (
+        ("executor/requests", "rpc_broadcast_mq"),
+        ("executor/replies", "worker_response_mq"),
+    ):
+        if getattr(process, attribute, None) is None:
+            found.append(Absent(name, "control-queue", "the executor runs in this process"))
+        else:
+            found.append(Kept(name, "control-queue", "carries the call that asks for the restore"))
+    return found
+
+
+def _device_wide() -> list[Any]:
+    graphs = flashinfer.Graphs()
+    found: list[Any] = [
+        graphs if graphs.held() else Absent(graphs.name, graphs.kind, "no graph is captured"),
+    ]
+    workspaces = {
+        name: flashinfer.Workspace(name, workspace, aliases)
+        for name, workspace, aliases in flashinfer.held()
+        if flashinfer.mapped(workspace)
+    }
+    for name in flashinfer.SLOTS:
+        if name in workspaces:
+            found.append(workspaces[name])
+        elif not any(name in workspace.aliases for workspace in workspaces.values()):
+            found.append(Absent(name, flashinfer.Workspace.kind, "there is none"))
+    return found
+
+
+def _attach_holders(groups: list[Group]) -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    targets = [group.group for group in groups]
+    registries = (c10d._world, c10d._world.__dict__, c10d._world.pg_map, c10d._world.pg_to_tag)
+    lists = tuple(c10d._world.tags_to_pg.values()) + tuple(group.__dict__ for group in groups)
+    for group, (places, stuck) in zip(groups, find_holders(targets, ignore=registries + lists), strict=True):
+        # A dictionary of nothing but numbers and groups is not tracked by the collector, so not found above.
+        group.holders, group.stuck = places + flashinfer.holders_of(group.group), stuck

@@ -1,0 +1,279 @@
+"""What a rank really holds, whatever the hooks claim.
+
+Shares no code with the reference hooks but the names: it searches the heap and asks the kernel, where the
+hooks walk the engine's own registries, so that one blind spot is not common to both.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+_SHM = "/dev/shm/"  # noqa: S108 - the kernel's shared memory, not a temporary file of ours
+_LISTEN = "0A"
+_FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
+_BATCH = 10_000
+
+
+class Observer:
+    """Takes snapshots of this rank. Changes nothing; holds only weak references to what it saw."""
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        self._worker = worker
+        self._options = options
+        self._serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next = itertools.count(1)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return ``{"rank", "pid", "resources", "counts", "shm", "sockets", "fds"}``.
+
+        ``resources`` maps a stable name to ``{"kind", "live", "identity", ...}``: ``identity`` is a serial
+        number that a new object gets anew, so that a rebuilt resource is told from one that was never
+        released; ``ranks`` are global ranks. ``shm`` lists mapped files with their sizes in bytes.
+        """
+        heap = _Heap()
+        segments = mapped_segments()
+        resources: dict[str, dict[str, Any]] = {}
+        named: set[int] = set()
+        for name, coordinator in sorted(heap.coordinators.items()):
+            resources |= self._of_coordinator(name, coordinator, segments, named)
+        default = _default_group()
+        if default is not None:
+            named.add(id(default))
+            resources["world/default"] = self._group(default)
+        # Torch's own names are reused, so groups of no coordinator go by description and ranks.
+        for group in sorted((g for g in heap.groups if id(g) not in named), key=self._serial):
+            entry = self._group(group)
+            name = f"loose/{group.group_desc}{entry['ranks']}".replace(" ", "")
+            twins = sum(other.startswith(name) for other in resources)
+            resources[f"{name}#{twins}" if twins else name] = entry
+        resources |= self._control(heap)
+        resources |= self._device_wide(heap)
+        return {
+            "rank": self._worker.rank,
+            "pid": os.getpid(),
+            "resources": resources,
+            "counts": {
+                "process_groups": len(heap.groups),
+                "coordinators": len(heap.coordinators),
+                "device_communicators": heap.count("DeviceCommunicatorBase"),
+                "shared_memory_communicators": heap.count("_CPUSHMDistributed"),
+                "message_queues": heap.count("MessageQueue"),
+                "all2all_managers": heap.count("All2AllManagerBase"),
+                "nccl_communicators": heap.count("PyNcclCommunicator"),
+                "custom_all_reduces": heap.count("CustomAllreduce"),
+                "cuda_graphs": heap.count("CUDAGraph"),
+                "flashinfer_workspaces": len(_flashinfer_workspaces()),
+            },
+            "shm": [{"path": path, "bytes": size} for path, size in sorted(segments.items())],
+            "sockets": _sockets(),
+            "fds": len(list(Path("/proc/self/fd").iterdir())),
+        }
+
+    def _of_coordinator(
+        self, name: str, coordinator: Any, segments: dict[str, int], named: set[int]
+    ) -> dict[str, dict[str, Any]]:
+        from torch.distributed import ProcessGroup
+
+        found: dict[str, dict[str, Any]] = {}
+        for label in ("device", "cpu"):
+            group = getattr(coordinator, f"{label}_group", None)
+            if isinstance(group, ProcessGroup):
+                named.add(id(group))
+                found[f"{name}/{label}"] = self._group(group)
+        communicator = getattr(coordinator, "device_communicator", None)
+        module = getattr(communicator, "dist_module", None)
+        # By the kernel's account, whether or not an object still stands for the segments.
+        own = sorted(path for path in segments if f"-{name}-[" in path and "-cpushm_" in path)
+        held = type(module).__name__ == "_CPUSHMDistributed"
+        if held or own:
+            found[f"{name}/shm"] = {
+                "kind": "shared-memory-communicator",
+                "live": True,
+                "identity": self._serial(module) if held else None,
+                "segments": own,
+            }
+        queue = getattr(coordinator, "mq_broadcaster", None)
+        if type(queue).__name__ == "MessageQueue":
+            found[f"{name}/broadcaster"] = self._object("message-queue", queue)
+        manager = getattr(communicator, "all2all_manager", None)
+        if _derives(type(manager), "All2AllManagerBase"):
+            found[f"{name}/all2all"] = self._object("all2all-manager", manager)
+        return found
+
+    def _control(self, heap: _Heap) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for process in heap.worker_processes:
+            for name, attribute in (
+                ("executor/requests", "rpc_broadcast_mq"),
+                ("executor/replies", "worker_response_mq"),
+            ):
+                queue = getattr(process, attribute, None)
+                if queue is not None:
+                    found[name] = self._object("control-queue", queue)
+        return found
+
+    def _device_wide(self, heap: _Heap) -> dict[str, dict[str, Any]]:
+        """Find workspaces with mapped memory by vLLM's slots, captured graphs by their wrappers' entries."""
+        found: dict[str, dict[str, Any]] = {}
+        for slot, workspace in _flashinfer_workspaces().items():
+            memories = _memories(workspace)
+            live = sum(bool(getattr(memory, "mapped", True)) for memory in memories)
+            if live:
+                found[slot] = self._object("flashinfer-workspace", workspace) | {
+                    "partial": live < len(memories),
+                    "stale_group": _stale_group(workspace),
+                }
+        graphs = sum(
+            any(getattr(entry, name, None) is not None for name in ("cudagraph", "capture"))
+            for wrapper in heap.graph_wrappers
+            for attribute in ("concrete_cudagraph_entries", "entries")
+            for entry in vars(wrapper).get(attribute, {}).values()
+        )
+        if graphs:
+            found["cuda-graphs"] = {"kind": "cuda-graphs", "live": True, "identity": None, "number": graphs}
+        return found
+
+    def _group(self, group: Any) -> dict[str, Any]:
+        from torch.distributed import distributed_c10d as c10d
+
+        registered = group in c10d._world.pg_map
+        return self._object("process-group", group) | {
+            "registered": registered,
+            "backend": c10d._world.pg_map[group][0] if registered else None,
+            "ranks": sorted(c10d._world.pg_group_ranks[group]) if registered else None,
+        }
+
+    def _object(self, kind: str, thing: Any) -> dict[str, Any]:
+        return {"kind": kind, "live": True, "identity": self._serial(thing)}
+
+    def _serial(self, thing: Any) -> int:
+        if thing not in self._serials:
+            self._serials[thing] = next(self._next)
+        return self._serials[thing]
+
+
+class _Heap:
+    """One pass over every object of the process."""
+
+    def __init__(self) -> None:
+        from torch.distributed import ProcessGroup
+
+        self.groups: list[Any] = []
+        self.coordinators: dict[str, Any] = {}
+        self.worker_processes: list[Any] = []
+        objects = _all_objects()
+        self._kinds = Counter(map(type, objects))
+        self.graph_wrappers: list[Any] = []
+        names = ("GroupCoordinator", "WorkerProc", "CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
+        wanted = {kind for kind in self._kinds if any(_derives(kind, name) for name in names)}
+        for thing in [thing for thing in objects if type(thing) in wanted]:
+            if _derives(type(thing), "WorkerProc"):
+                self.worker_processes.append(thing)
+            elif not _derives(type(thing), "GroupCoordinator"):
+                self.graph_wrappers.append(thing)
+            else:
+                self.coordinators[thing.unique_name] = thing
+        seen: set[int] = set()
+        # A process group is not tracked by the collector itself, only what refers to it is.
+        for start in range(0, len(objects), _BATCH):
+            referents = gc.get_referents(*objects[start : start + _BATCH])
+            if ProcessGroup not in set(map(type, referents)):
+                continue
+            for referent in referents:
+                if type(referent) is ProcessGroup and id(referent) not in seen:
+                    seen.add(id(referent))
+                    self.groups.append(referent)
+
+    def count(self, class_name: str) -> int:
+        """Return how many objects there are of a class with this name, or of one derived from it."""
+        return sum(number for kind, number in self._kinds.items() if _derives(kind, class_name))
+
+
+def _all_objects() -> list[Any]:
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        if frozen:
+            gc.freeze()
+
+
+def _derives(kind: type, class_name: str) -> bool:
+    return any(klass.__name__ == class_name for klass in kind.__mro__)
+
+
+def _default_group() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._world.default_pg
+
+
+def _flashinfer_workspaces() -> dict[str, Any]:
+    """Return vLLM's workspaces by name; one that is in both slots has the name of the first."""
+    module = sys.modules.get(_FLASHINFER)
+    found: dict[str, Any] = {}
+    for name, slot in (
+        ("flashinfer/normal", "_fi_ar_workspace"),
+        ("flashinfer/quant", "_fi_ar_quant_workspace"),
+    ):
+        workspace = getattr(module, slot, None)
+        if workspace is not None and not any(workspace is other for other in found.values()):
+            found[name] = workspace
+    return found
+
+
+def _memories(workspace: Any) -> list[Any]:
+    if getattr(workspace, "_destroyed", False):
+        return []
+    single = getattr(getattr(workspace, "handle", None), "mcast_device_memory", None)
+    found = getattr(workspace, "mem_handles", None) or ([single] if single is not None else [])
+    # One of a kind that is not known here is live as long as it is there.
+    return list(found) or [workspace]
+
+
+def _stale_group(workspace: Any) -> bool:
+    """Return whether the group that vLLM notes for a workspace is one that torch does not know (any more)."""
+    from torch.distributed import distributed_c10d as c10d
+
+    module = sys.modules[_FLASHINFER]
+    group = getattr(module, "_fi_ar_workspace_groups", {}).get(id(workspace))
+    return not any(group is known for known in c10d._world.pg_map)
+
+
+def mapped_segments() -> dict[str, int]:
+    """Return the files below /dev/shm that this process maps, with the bytes mapped of each."""
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5].startswith(_SHM):
+            start, _, end = fields[0].partition("-")
+            path = fields[5].removesuffix(" (deleted)")
+            found[path] = found.get(path, 0) + int(end, 16) - int(start, 16)
+    return found
+
+
+def _sockets() -> dict[str, int]:
+    inodes = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    listening = 0
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                listening += 1
+    return {"open": len(inodes), "listening": listening}

@@ -1,0 +1,70 @@
+"""Known-bad hooks whose work is right and whose report is not, or says less than it should.
+
+As in :mod:`nvsnap_hooks.mutants`, each is the reference implementation with one defect.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from nvsnap_hooks.mutants import recast
+from nvsnap_hooks.reference import ReferenceHooks
+from nvsnap_hooks.resources import Broadcaster
+
+Report = dict[str, Any]
+
+
+class SkipsQuietly(ReferenceHooks):
+    """Leaves a queue that it does not know alone, says nothing of it, and reports success."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def inventory(self) -> list[Any]:
+        """See no queue but the executor's."""
+        return [found for found in super().inventory() if not isinstance(found, Broadcaster)]
+
+
+class OmitsFromReport(ReferenceHooks):
+    """Releases the tensor-parallel group's CPU side and leaves it out of its report."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and leave one entry out."""
+        report = super().prepare()
+        report["resources"] = [entry for entry in report["resources"] if entry["name"] != "tp:0/cpu"]
+        return report
+
+
+class CallsHeldAbsent(ReferenceHooks):
+    """Releases the tensor-parallel group's CPU side and says that there was none."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and call one entry absent."""
+        report = super().prepare()
+        for entry in report["resources"]:
+            if entry["name"] == "tp:0/cpu":
+                entry["outcome"] = "absent"
+        return report
+
+
+class OddOutcome(ReferenceHooks):
+    """Reports 'ok', which says nothing."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and call it ok."""
+        return recast(super().prepare(), "released", "ok")
+
+
+class DefersEverything(ReferenceHooks):
+    """Calls groups deferred, which only captured graphs may be."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def restore(self) -> Report:
+        """Restore, and say that it is to come."""
+        return recast(super().restore(), "rebuilt", "deferred")

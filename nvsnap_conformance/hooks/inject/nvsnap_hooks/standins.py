@@ -1,0 +1,280 @@
+"""Stand-ins for what only GPUs hold, in a real worker on CPU, behind vLLM's own names.
+
+FlashInfer workspaces, an all-to-all manager of vLLM's own without checkpoint methods (``AgRsAll2AllManager``)
+and a captured graph are put where vLLM keeps them, and the tensor-parallel communicator gets the checkpoint
+methods of ``CudaCommunicator``, so that the engine's own code finds them. A workspace keeps FlashInfer's
+protocol (0.7.0, ``comm/allreduce.py``): repeated calls are no-ops, a barrier of all ranks is part of each, a
+half-mapped set is an error for good. The barriers run over the group's real backend.
+
+Calls are logged in their order, and one of them can be made to fail on one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from typing import Any
+
+from nvsnap_hooks import flashinfer, inventory
+
+GROUP = "tp:0"
+MEMORIES = 3
+
+_planted: dict[str, Any] = {}
+
+
+class InjectedError(RuntimeError):
+    """Told to fail."""
+
+
+class Log:
+    """The calls on this rank, in order; ``fault`` is the one that fails, at its ``nth`` time."""
+
+    def __init__(self, fault: dict[str, Any] | None) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._fault = fault
+
+    def note(self, what: str, name: str) -> None:
+        """Write an event down; raise :class:`InjectedError` where that is what was asked for."""
+        seen = sum(event["what"] == what for event in self.events)
+        self.events.append({"what": what, "name": name})
+        if self._fault is not None and (what, seen) == (self._fault["what"], self._fault.get("nth", 0)):
+            self._fault = None
+            raise InjectedError(f"{what} {name} fails, as asked for")
+
+
+class Backend:
+    """FlashInfer's communication backend over a torch group, as far as a workspace uses it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the group."""
+        import torch.distributed as dist
+
+        dist.barrier(group=self.group)
+
+
+class Memory:
+    """One shared memory of a workspace."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.mapped = True
+        self.comm_backend = backend
+
+
+class StandInWorkspace:
+    """A workspace of the TRT-LLM kind."""
+
+    backend = "trtllm"
+    mc_ptr = 1
+
+    def __init__(self, name: str, group: Any, log: Log) -> None:
+        self.name = name
+        self.mem_handles = [Memory(Backend(group)) for _ in range(MEMORIES)]
+        self.log = log
+        self._destroyed = False
+
+    def checkpoint_prepare(self) -> None:
+        """Unmap every memory between two barriers."""
+        self.log.note("workspace-prepare", self.name)
+        if not self._whole(mapped=True):
+            return
+        for memory in self.mem_handles:
+            memory.comm_backend.barrier()
+            memory.mapped = False
+        self.mem_handles[0].comm_backend.barrier()
+
+    def checkpoint_restore(self, comm_backend: Any) -> None:
+        """Map every memory over the given backend."""
+        self.log.note("workspace-restore", self.name)
+        if not self._whole(mapped=False):
+            return
+        for memory in self.mem_handles:
+            # The second of three: what a failure in the middle leaves behind can only be thrown away.
+            self.log.note("memory-restore", self.name)
+            memory.mapped, memory.comm_backend = True, comm_backend
+        comm_backend.barrier()
+
+    def destroy(self) -> None:
+        """Give everything back, addresses too."""
+        self._destroyed = True
+        self.mem_handles = []
+
+    def _whole(self, *, mapped: bool) -> bool:
+        states = {memory.mapped for memory in self.mem_handles}
+        if len(states) > 1:
+            raise RuntimeError(f"the memories of {self.name} are in an inconsistent state")
+        return states == {mapped}
+
+
+for _family in (Backend, Memory, StandInWorkspace):
+    # Hooks must follow the group that these hold, as they do FlashInfer's, and not pass them over as ours.
+    _family.__module__ = "flashinfer.stand_in"
+
+
+class Graph:
+    """A captured graph; its end is an event."""
+
+
+class StandIns:
+    """Puts the stand-ins into this worker, tells what happened to them, and takes them out again."""
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        self._worker = worker
+        self._options = options
+
+    def plant(
+        self,
+        *,
+        alias: bool = True,
+        permute: bool = False,
+        unlike: bool = False,
+        fault: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Plant; both slots hold one workspace where ``alias``.
+
+        On the last rank ``permute`` turns the order round in which the groups are registered, and ``unlike``
+        makes its workspace one of another backend. ``fault`` is ``{"rank", "what", "nth"}``.
+        """
+        import vllm.distributed.device_communicators.flashinfer_all_reduce as module
+        from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
+        from vllm.distributed import parallel_state
+        from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+        from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
+
+        if _planted:
+            raise RuntimeError("stand-ins are there already")
+        last = self._worker.rank == self._worker.parallel_config.world_size - 1
+        log = Log(fault if fault is not None and fault["rank"] == self._worker.rank else None)
+        coordinator = _coordinator()
+        communicator = coordinator.device_communicator
+        normal = StandInWorkspace("normal", coordinator.cpu_group, log)
+        quant = normal if alias else StandInWorkspace("quant", coordinator.cpu_group, log)
+        if unlike and last:
+            normal.backend = "mnnvl"
+        _planted.update(
+            log=log,
+            had_backend=hasattr(module, "TorchDistBackend"),
+            registered=list(parallel_state._groups.items()),
+            communicator=communicator,
+            workspaces={"normal": normal} | ({} if alias else {"quant": quant}),
+        )
+        if not _planted["had_backend"]:
+            module.TorchDistBackend = Backend
+        module._fi_ar_workspace, module._fi_ar_quant_workspace = normal, quant
+        for workspace in (normal, quant):
+            module._fi_ar_workspace_groups[id(workspace)] = coordinator.cpu_group
+        for name in ("checkpoint_prepare", "checkpoint_restore"):
+            setattr(communicator, name, types.MethodType(getattr(CudaCommunicator, name), communicator))
+        manager = object.__new__(AgRsAll2AllManager)
+        manager.cpu_group = coordinator.cpu_group
+        _planted.update(manager=manager, had_manager=communicator.all2all_manager)
+        communicator.all2all_manager = manager
+        graph = Graph()
+        weakref.finalize(graph, log.events.append, {"what": "graph-dropped", "name": "cuda-graphs"})
+        wrapper = object.__new__(CUDAGraphWrapper)
+        wrapper.concrete_cudagraph_entries = {
+            "stand-in": CUDAGraphEntry(batch_descriptor=None, cudagraph=graph)
+        }
+        CUDAGraphWrapper._all_instances.add(wrapper)
+        _planted["wrapper"] = wrapper
+        if permute and last:
+            turned = list(reversed(parallel_state._groups.items()))
+            parallel_state._groups.clear()
+            parallel_state._groups.update(turned)
+        _wrap_group_calls(log)
+        return {"planted": sorted(_planted["workspaces"])}
+
+    def renew_group(self) -> dict[str, Any]:
+        """Rebuild the communicator's CPU group under the feet of the hooks, as an orchestrator may.
+
+        Only where the hooks have left it alone: ``{"renewed": false}`` otherwise.
+        """
+        import torch.distributed as dist
+        from torch.distributed import ProcessGroup
+
+        coordinator = _coordinator()
+        old = coordinator.cpu_group
+        if not isinstance(old, ProcessGroup):
+            return {"renewed": False}
+        new = dist.new_group(dist.get_process_group_ranks(old), backend="gloo", group_desc=old.group_desc)
+        coordinator.cpu_group = coordinator.device_communicator.cpu_group = new
+        _planted["renewed"] = (old, new)
+        return {"renewed": True}
+
+    def report(self) -> dict[str, Any]:
+        """Return the events, and of each workspace whether it is mapped, and over the group in force."""
+        group = getattr(_coordinator(), "cpu_group", None)
+        return {
+            "events": _planted["log"].events,
+            "workspaces": {
+                name: {
+                    "mapped": [memory.mapped for memory in workspace.mem_handles],
+                    "current": all(m.comm_backend.group is group for m in workspace.mem_handles),
+                }
+                for name, workspace in _planted["workspaces"].items()
+            },
+            "all2all": {
+                "same": _planted["communicator"].all2all_manager is _planted["manager"],
+                "current": _planted["manager"].cpu_group is group,
+            },
+            "graphs": flashinfer.graphs_of(_planted["wrapper"]),
+        }
+
+    def remove(self) -> dict[str, Any]:
+        """Take everything out; ``{"removed": false}`` where nothing is planted."""
+        import torch.distributed as dist
+        from vllm.distributed import parallel_state
+
+        if not _planted:
+            return {"removed": False}
+        module: Any = sys.modules[flashinfer.MODULE]
+        module._fi_ar_workspace = module._fi_ar_quant_workspace = None
+        module._fi_ar_workspace_groups.clear()
+        if not _planted["had_backend"]:
+            del module.TorchDistBackend
+        _planted["communicator"].all2all_manager = _planted["had_manager"]
+        for name in ("checkpoint_prepare", "checkpoint_restore"):
+            _planted["communicator"].__dict__.pop(name, None)
+        for name, original in _planted["wrapped"].items():
+            setattr(dist, name, original)
+        parallel_state._groups.clear()
+        parallel_state._groups.update(_planted["registered"])
+        if "renewed" in _planted:
+            old, new = _planted["renewed"]
+            coordinator = _coordinator()
+            coordinator.cpu_group = coordinator.device_communicator.cpu_group = old
+            dist.destroy_process_group(new)
+        _planted.clear()
+        return {"removed": True}
+
+
+def _coordinator() -> Any:
+    return next(found for name, found, _aliases in inventory.coordinators() if name == GROUP)
+
+
+def _wrap_group_calls(log: Log) -> None:
+    """Log the making and destroying of groups, whoever calls for it."""
+    import torch.distributed as dist
+
+    destroy, make = dist.destroy_process_group, dist.new_group
+    # Torch's own names differ between ranks for groups of one rank each, and descriptions are not set.
+    names = {
+        id(getattr(coordinator, f"{label}_group")): f"{name}/{label}"
+        for name, coordinator, _aliases in inventory.coordinators()
+        for label in ("device", "cpu")
+    }
+
+    def destroying(group: Any = None) -> None:
+        log.note("destroy-group", "world" if group is None else names.get(id(group), "unknown"))
+        destroy(group)
+
+    def making(*args: Any, **kwargs: Any) -> Any:
+        log.note("new-group", f"{args} {kwargs.get('backend')}")
+        return make(*args, **kwargs)
+
+    _planted["wrapped"] = {"destroy_process_group": destroy, "new_group": make}
+    dist.destroy_process_group, dist.new_group = destroying, making

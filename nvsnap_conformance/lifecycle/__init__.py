@@ -1,0 +1,1 @@
+"""The lifecycle of a checkpoint/restore: verbs, their trace, and the checks over what was observed."""

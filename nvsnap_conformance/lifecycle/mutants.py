@@ -1,0 +1,93 @@
+"""Known-bad orchestrators and answers: what the lifecycle's and the oracle's clauses must catch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nvsnap_conformance.engines.protocol import Completion, EngineHandle
+from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nvsnap_conformance.deadline import Deadline
+
+
+class NeverQuiesces(LifecycleDriver):
+    """Prepares a serving engine: a request can reach a prepared worker."""
+
+    def verbs(self, variant: Variant, deadline: Deadline) -> None:
+        """Leave quiesce and resume out."""
+        self.prepare(deadline)
+        self.snapshot("prepared", deadline)
+        self.between("prepared")
+        if variant is Variant.FULL:
+            self.dump(deadline)
+            self.load(deadline)
+        self.rebuild(deadline)
+        self.between("rebuilt")
+
+
+class DumpsBeforePrepare(LifecycleDriver):
+    """Freezes the engine first and releases the collectives afterwards."""
+
+    def verbs(self, variant: Variant, deadline: Deadline) -> None:
+        """Dump and load before prepare."""
+        self.quiesce(deadline)
+        if variant is Variant.FULL:
+            self.dump(deadline)
+            self.load(deadline)
+        self.prepare(deadline)
+        self.snapshot("prepared", deadline)
+        self.between("prepared")
+        self.rebuild(deadline)
+        self.between("rebuilt")
+        self.resume(deadline)
+
+
+class DriftingAnswers:
+    """An engine whose later answers differ in one token from the ones it gave first.
+
+    Wraps a handle; everything but ``generate`` is the engine's own.
+    """
+
+    def __init__(self, engine: EngineHandle) -> None:
+        self._engine = engine
+        self._calls: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompts: Sequence[str], *, max_tokens: int, deadline: Deadline) -> list[Completion]:
+        """Change the last token of every answer but the first to each prompt."""
+        answers = self._engine.generate(prompts, max_tokens=max_tokens, deadline=deadline)
+        return [self._drift(answer) for answer in answers]
+
+    def _drift(self, answer: Completion) -> Completion:
+        calls = self._calls[answer.prompt] = self._calls.get(answer.prompt, 0) + 1
+        if calls == 1:
+            return answer
+        return Completion(
+            answer.prompt, (*answer.tokens[:-1], answer.tokens[-1] ^ 1), answer.logprobs, answer.text
+        )
+
+
+class DriftingLogprobs(DriftingAnswers):
+    """An engine whose later answers have the same tokens, with log probabilities 1e-3 nats off.
+
+    One part in a thousand is the tolerance of vLLM's own snapshot oracle, on one token.
+    """
+
+    def _drift(self, answer: Completion) -> Completion:
+        calls = self._calls[answer.prompt] = self._calls.get(answer.prompt, 0) + 1
+        if calls == 1:
+            return answer
+        shifted = tuple(value - 1e-3 for value in answer.logprobs)
+        return Completion(answer.prompt, answer.tokens, shifted, answer.text)
+
+
+class CannedText(DriftingAnswers):
+    """An engine that answers every prompt with the same fluent text."""
+
+    def _drift(self, answer: Completion) -> Completion:
+        return Completion(answer.prompt, answer.tokens, answer.logprobs, "Certainly! " * 8)

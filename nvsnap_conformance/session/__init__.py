@@ -1,0 +1,1 @@
+"""A conformance session inside pytest: arms, plan, engine pool, judgement, record."""

@@ -1,0 +1,88 @@
+"""From collected items to the plan of a session: which cases, on which arms, in which order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.session.arms import Arm
+    from nvsnap_conformance.session.state import ConformanceSession
+
+ARM_FIXTURES = ("arm", "host_arm")
+
+
+def clauses_of(item: pytest.Item) -> list[str]:
+    """Return the clause IDs of an item, those of its own marks and of its class and module."""
+    return list(dict.fromkeys(str(name) for mark in item.iter_markers("clause") for name in mark.args))
+
+
+def arm_of(item: pytest.Item) -> Arm | None:
+    """Return the arm that an item was parametrised with, ``None`` where it asks for none."""
+    callspec = getattr(item, "callspec", None)
+    for name in ARM_FIXTURES:
+        if callspec is not None and name in callspec.params:
+            arm: Arm = callspec.params[name]
+            return arm
+    return None
+
+
+def plan_items(session: ConformanceSession, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what the session does not want and order the rest, in place.
+
+    Cases that share an engine stand together; those that spoil or end it come last. Prerequisites of a
+    clause come before it. Under xdist each engine's cases form one group.
+    """
+    selection = session.selection
+    order = {clause.id: index for index, clause in enumerate(selection.registry.order())}
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        names = clauses_of(item)
+        if not names:
+            kept.append(item)
+            continue
+        for name in names:
+            selection.registry.clause(name)
+        arm = arm_of(item)
+        if arm is None:
+            raise pytest.UsageError(
+                f"{item.nodeid}: a case with a clause takes the fixture 'arm' (it needs an engine) or "
+                "'host_arm' (it brings its own processes)"
+            )
+        if selection.wants(names, arm):
+            kept.append(item)
+            for name in names:
+                item.user_properties.append(("clause", name))
+            item.user_properties.append(("arm", arm.id))
+            item.add_marker(pytest.mark.xdist_group(arm.engine_key))
+        else:
+            dropped.append(item)
+
+    def rank(item: pytest.Item) -> tuple[int, str, int, int, int, str]:
+        arm = arm_of(item)
+        names = clauses_of(item)
+        if arm is None or not names:
+            return (0, "", 0, 0, 0, "")
+        if item.get_closest_marker("ends_engine"):
+            # After the case that spoils an engine comes the one that can still use it.
+            stage = 2 if item.get_closest_marker("takes_spoiled_engine") else 3
+        elif item.get_closest_marker("spoils_engine"):
+            stage = 1
+        else:
+            stage = 0
+        dirty = int(arm.mutant.dirty) if arm.mutant else 0
+        return (
+            1 if arm.target is None else 2,
+            arm.engine_key,
+            stage,
+            dirty,
+            max(order[name] for name in names),
+            arm.id,
+        )
+
+    kept.sort(key=rank)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    items[:] = kept

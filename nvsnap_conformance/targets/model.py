@@ -1,0 +1,304 @@
+"""The target file: what is under test, what it claims, and which failures are expected of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+
+from nvsnap_conformance import __version__
+from nvsnap_conformance.capabilities import MACHINE, parse_need, unknown_names
+from nvsnap_conformance.clauses.registry import load_registry
+from nvsnap_conformance.engines.protocol import HooksSpec
+from nvsnap_conformance.errors import TargetError, UsageError
+from nvsnap_conformance.expectations import Expectation, Expectations
+from nvsnap_conformance.hooks.injection import INJECT, Way
+from nvsnap_conformance.models import FIXTURE_MODELS, check_model
+from nvsnap_conformance.suggest import did_you_mean
+from nvsnap_conformance.tomlfile import StrictModel, read_model
+
+DEFAULT_TARGET = "vllm-cpu"
+
+_FOLDER = Path(__file__).resolve().parent
+
+_HOOKS = {
+    "reference": "nvsnap_hooks.reference:ReferenceHooks",
+    "upstream": "nvsnap_hooks.upstream:UpstreamHooks",
+}
+"""The shipped hooks by the name that a target gives them: ``module:Class`` in the engine's interpreter."""
+
+Adapter = Literal["vllm", "sglang", "nim", "command", "reference"]
+Device = Literal["cuda-driver", "none"]
+Host = Literal["criu", "freeze", "command", "none"]
+
+
+def _expression(value: str) -> str:
+    parse_need(value)
+    return value
+
+
+class EngineSection(StrictModel):
+    """The engine: exactly one of ``requirement`` (an environment is built) and ``python`` (taken as is).
+
+    ``tensor_parallel`` are the world sizes to run at, ``model`` is a fixture model's name or a folder,
+    ``args`` and ``env`` win over what the adapter sets.
+    """
+
+    adapter: Adapter
+    requirement: str | None = None
+    python: Path | None = None
+    tensor_parallel: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
+    model: str = Field(default="tiny-llama", min_length=1)
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("tensor_parallel")
+    @classmethod
+    def _no_repeats(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(value)) != len(value):
+            raise ValueError("a world size is given twice")
+        return value
+
+    @model_validator(mode="after")
+    def _one_source(self) -> EngineSection:
+        if (self.requirement is None) == (self.python is None):
+            raise ValueError("exactly one of 'requirement' and 'python' must be given")
+        return self
+
+    @property
+    def family(self) -> str:
+        """The name under which needs and expectations speak of the engine (``vllm>=0.27``)."""
+        return self.adapter
+
+
+class HooksSection(StrictModel):
+    """The hooks under test: shipped ones by name, or ``package.module:Class`` found below ``path``.
+
+    ``inject`` is the way by which the loader gets into the engine.
+    """
+
+    source: str = "reference"
+    path: Path | None = None
+    inject: Way = Way.EXTENSION
+
+    @field_validator("source")
+    @classmethod
+    def _known_source(cls, value: str) -> str:
+        module, colon, name = value.partition(":")
+        if value in _HOOKS or (colon and module and name.isidentifier()):
+            return value
+        raise ValueError(
+            f"{value!r} is neither one of {', '.join(_HOOKS)} nor of the form package.module:Class"
+        )
+
+    @property
+    def implementation(self) -> str:
+        """The implementation as ``module:Class``."""
+        return _HOOKS.get(self.source, self.source)
+
+    def spec(self) -> HooksSpec:
+        """Return the hooks in the form that an engine's RPC takes."""
+        return HooksSpec(implementation=self.implementation, path=self.path)
+
+
+class CheckpointSection(StrictModel):
+    """The two layers of the checkpointer."""
+
+    device: Device = "none"
+    host: Host = "freeze"
+
+
+class ShimSection(StrictModel):
+    """A shim of the CUDA driver under test, and its coordinator."""
+
+    library: Path
+    coordinator: Path
+    era: str = "auto"
+
+
+class ClaimsSection(StrictModel):
+    """What the target claims to support; a claim that the machine cannot honour fails the run."""
+
+    capabilities: tuple[Annotated[str, AfterValidator(_expression)], ...] = ()
+    profiles: tuple[str, ...] = Field(min_length=1)
+
+    @field_validator("capabilities")
+    @classmethod
+    def _known_capabilities(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in unknown_names(value, MACHINE):
+            raise ValueError(f"no capability is called {name!r}. {did_you_mean(name, MACHINE)}")
+        return value
+
+    @field_validator("profiles")
+    @classmethod
+    def _known_profiles(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in load_registry().profiles:
+                raise ValueError(
+                    f"no profile is called {name!r}. {did_you_mean(name, load_registry().profiles)}"
+                )
+        return value
+
+
+class Oracle(StrictModel):
+    """A prompt and the text with which the engine's greedy answer must begin."""
+
+    prompt: str = Field(min_length=1)
+    expect: str = Field(min_length=1)
+
+
+class Target(StrictModel):
+    """A target file, validated. Paths in it are relative to the folder that holds it."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    engine: EngineSection
+    hooks: HooksSection = HooksSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    shim: ShimSection | None = None
+    claims: ClaimsSection
+    oracle: tuple[Oracle, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+
+    _file: Path = PrivateAttr()
+
+    @property
+    def file(self) -> Path:
+        """The file that the target was read from."""
+        return self._file
+
+    def expectations(self) -> Expectations:
+        """Return the target's expected failures."""
+        return Expectations(self.expect, source=self.file)
+
+    def injected_by(self, way: str) -> Target:
+        """Return this target with another way in; raise :class:`UsageError` for one that is none."""
+        if way not in list(Way):
+            raise UsageError(
+                f"no way into an engine is called {way!r}",
+                next_step=did_you_mean(way, [known.value for known in Way]),
+            )
+        hooks = self.hooks.model_copy(update={"inject": Way(way)})
+        changed = self.model_copy(update={"hooks": hooks})
+        changed._file = self.file  # noqa: SLF001 - pydantic's private attribute of the copy made here
+        return changed
+
+    def require_tensor_parallel(self, sizes: tuple[int, ...]) -> None:
+        """Raise :class:`TargetError` for a world size that the target does not have."""
+        for size in sizes:
+            if size not in self.engine.tensor_parallel:
+                raise TargetError(
+                    f"the target {self.name} does not run at tensor parallel size {size}",
+                    next_step=f"use one of {', '.join(map(str, self.engine.tensor_parallel))}, or add it to "
+                    f"engine.tensor_parallel in {self.file}",
+                )
+
+
+def shipped_targets() -> dict[str, Path]:
+    """Return the shipped target files by name."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def load_target(name_or_path: str | Path) -> Target:
+    """Read and check a target: a shipped one by name, or any file by its path.
+
+    A string with a slash or the suffix ``.toml`` is a path. Raises :class:`TargetError` (file, key,
+    nearest valid key) and :class:`ExpectationError` for entries that name no clause or overlap.
+    """
+    path = _find(name_or_path)
+    target = _resolved(read_model(path, Target, error=TargetError, what="the target file"), path)
+    _check_strategies(target)
+    _check_paths(target)
+    target.expectations().validate(load_registry())
+    return target
+
+
+def _find(name_or_path: str | Path) -> Path:
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
+        return Path(text).expanduser().absolute()
+    shipped = shipped_targets()
+    if text not in shipped:
+        raise TargetError(
+            f"no shipped target is called {text!r}",
+            next_step=f"{did_you_mean(text, shipped)}; a target file of your own is named by its path",
+        )
+    return shipped[text]
+
+
+def _resolved(target: Target, path: Path) -> Target:
+    """Return ``target`` with its relative paths made absolute."""
+    base = path.parent
+
+    def absolute(value: Path | None) -> Path | None:
+        return None if value is None else base / value.expanduser()
+
+    engine = target.engine
+    model = engine.model if engine.model in FIXTURE_MODELS else str(absolute(Path(engine.model)))
+    changed = target.model_copy(
+        update={
+            "engine": engine.model_copy(update={"python": absolute(engine.python), "model": model}),
+            "hooks": target.hooks.model_copy(update={"path": absolute(target.hooks.path)}),
+            "shim": target.shim
+            and target.shim.model_copy(
+                update={
+                    "library": absolute(target.shim.library),
+                    "coordinator": absolute(target.shim.coordinator),
+                }
+            ),
+        }
+    )
+    changed._file = path  # noqa: SLF001 - pydantic's private attribute of the copy made here
+    return changed
+
+
+def _check_strategies(target: Target) -> None:
+    """Refuse what a target file may name but this version of the suite does not bring."""
+    checkpoint = target.checkpoint
+    wanted: list[tuple[str, str, str]] = [("engine.adapter", "engines", target.engine.adapter)]
+    wanted += [
+        (f"checkpoint.{layer}", "checkpoint", name)
+        for layer, name in (("device", checkpoint.device), ("host", checkpoint.host))
+        if name != "none"
+    ]
+    if target.shim is not None:
+        wanted.append(("shim", "shim", "sidecar"))
+    for key, package, name in wanted:
+        if not _is_shipped(f"nvsnap_conformance.{package}", name.replace("-", "_")):
+            raise TargetError(
+                f"the target file {target.file}: key {key!r}: {name!r} is not part of version {__version__}",
+                next_step="use a later version of nvsnap-conformance, or another value",
+            )
+    module = target.hooks.implementation.partition(":")[0]
+    if target.hooks.source in _HOOKS and not (INJECT / f"{module.replace('.', '/')}.py").is_file():
+        raise TargetError(
+            f"the target file {target.file}: key 'hooks.source': {target.hooks.source!r} is not part of "
+            f"version {__version__}",
+            next_step="use 'reference', or name your own hooks as package.module:Class",
+        )
+
+
+def _is_shipped(package: str, module: str) -> bool:
+    return (
+        importlib.util.find_spec(package) is not None
+        and importlib.util.find_spec(f"{package}.{module}") is not None
+    )
+
+
+def _check_paths(target: Target) -> None:
+    """Refuse paths that do not exist, before anything is started."""
+    where = f"the target file {target.file}"
+    engine = target.engine
+    if engine.python is not None and not engine.python.is_file():
+        raise TargetError(
+            f"{where}: key 'engine.python': {engine.python} does not exist",
+            next_step="name the interpreter of an environment that has the engine, e.g. venv/bin/python",
+        )
+    if target.hooks.path is not None and not target.hooks.path.is_dir():
+        raise TargetError(f"{where}: key 'hooks.path': {target.hooks.path} is no folder")
+    if target.shim is not None:
+        for key, file in (("library", target.shim.library), ("coordinator", target.shim.coordinator)):
+            if not file.is_file():
+                raise TargetError(f"{where}: key 'shim.{key}': {file} does not exist")
+    check_model(engine.model, where=f"{where}: key 'engine.model'")

@@ -1,0 +1,125 @@
+"""All checks of the hooks' contract that need no engine, over a group of ranks."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nvsnap_conformance.deadline import Deadline
+from nvsnap_conformance.engines.protocol import HooksSpec, RequestFailed
+from nvsnap_conformance.errors import DeadlineExceeded
+from nvsnap_conformance.hooks import contract
+from nvsnap_conformance.lifecycle import accounting
+from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+from nvsnap_conformance.lifecycle.trace import Verb
+from nvsnap_conformance.outcomes import Finding, finding
+from nvsnap_conformance.testing.ranks import REHEARSAL_OBSERVER, WORKER, RankGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nvsnap_conformance.lifecycle.driver import CycleRecord
+
+CYCLES = 2
+"""One cycle shows what is forgotten, the second what is left over."""
+
+
+@dataclass(frozen=True)
+class HooksReport:
+    """What was found, by clause; a clause without findings holds."""
+
+    findings: Mapping[str, list[Finding]]
+
+    @property
+    def conformant(self) -> bool:
+        """Whether every clause holds."""
+        return not any(self.findings.values())
+
+    def __str__(self) -> str:
+        rows = []
+        for clause, found in self.findings.items():
+            rows.append(f"{'broken' if found else 'holds ':<7} {clause}")
+            rows += [f"        [{one.signature}] {one.message}" for one in found]
+        return "\n".join(rows)
+
+
+def check_hooks(
+    implementation: str,
+    *,
+    path: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    ranks: int = 2,
+    worker: str = WORKER,
+    observer: HooksSpec = REHEARSAL_OBSERVER,
+    python: Path = Path(sys.executable),
+    seconds: float = 30.0,
+) -> HooksReport:
+    """Judge the hooks ``implementation`` (``module:Class``, found below ``path``) on ``ranks`` processes.
+
+    ``worker``, ``observer`` and ``python`` are those of :class:`RankGroup`; ``options`` is passed to the
+    class. ``seconds`` bounds each situation; hooks that do not answer by then break its clause with
+    ``HOOKS:SILENT``. Every situation has a group of its own, so that none spoils another.
+    """
+    hooks = HooksSpec(implementation, path, dict(options or {}))
+
+    def situation(drive: Callable[[RankGroup], dict[str, list[Finding]]], *clauses: str) -> None:
+        with RankGroup(ranks, worker=worker, observer=observer, path=path, python=python) as group:
+            try:
+                findings.update(drive(group))
+            except DeadlineExceeded as error:
+                findings.update({clause: [finding(str(error), "HOOKS:SILENT")] for clause in clauses})
+            except RequestFailed as error:
+                findings.update({clause: [finding(str(error), "HOOKS:RAISED")] for clause in clauses})
+
+    def by_contract(clause: str, function: Callable[..., list[Finding]]) -> None:
+        def drive(group: RankGroup) -> dict[str, list[Finding]]:
+            return {clause: function(group, hooks, ranks=ranks, deadline=Deadline.after(seconds))}
+
+        situation(drive, clause)
+
+    findings: dict[str, list[Finding]] = {}
+    by_contract("HOOKS-PREPARE-RESTORE-PAIR", contract.unpaired_calls)
+    by_contract("HOOKS-ERROR-IS-VALUE", contract.failing_call)
+    by_contract("HOOKS-VERSION-GATE", contract.unknown_version)
+
+    def cycles(group: RankGroup) -> dict[str, list[Finding]]:
+        with tempfile.TemporaryDirectory() as folder:
+            driver = LifecycleDriver(group, hooks, None, Path(folder))  # type: ignore[arg-type] # no engine
+            records = [driver.run(Variant.HOOKS_ONLY, Deadline.after(seconds)) for _ in range(CYCLES)]
+        return judge_cycles(records)
+
+    situation(cycles, *CYCLE_CLAUSES)
+    return HooksReport(findings)
+
+
+CYCLE_CLAUSES = (
+    "HOOKS-ALL-RANKS-REPORT",
+    "HOOKS-OUTCOME-HONEST",
+    "HOOKS-PREPARE-RELEASES",
+    "HOOKS-SUCCESS-MEANS-RELEASED",
+    "HOOKS-RESTORE-REBUILDS",
+)
+
+
+def judge_cycles(records: list[CycleRecord]) -> dict[str, list[Finding]]:
+    """Judge recorded cycles by the clauses that need no engine; ``CYCLE:<VERB>`` where one ended early."""
+    found: dict[str, list[Finding]] = {clause: [] for clause in CYCLE_CLAUSES}
+    for record in records:
+        if record.failure is not None:
+            verb, message = record.failure.verb, record.failure.message
+            stopped = finding(f"the cycle ended at {verb}: {message}", f"CYCLE:{verb.upper()}")
+            for entries in found.values():
+                entries.append(stopped)
+            continue
+        prepare, rebuild = record.replies[Verb.PREPARE], record.replies[Verb.REBUILD]
+        before, prepared, after = (record.snapshots[moment] for moment in ("before", "prepared", "after"))
+        found["HOOKS-ALL-RANKS-REPORT"] += accounting.check_reports(prepare, rebuild, ranks=record.ranks)
+        found["HOOKS-OUTCOME-HONEST"] += accounting.check_honest(prepare, before)
+        found["HOOKS-PREPARE-RELEASES"] += accounting.check_released(prepare, prepared)
+        found["HOOKS-SUCCESS-MEANS-RELEASED"] += accounting.check_accounted(prepare, prepared)
+        found["HOOKS-RESTORE-REBUILDS"] += accounting.check_rebuilt(before, after)
+        found["HOOKS-RESTORE-REBUILDS"] += accounting.check_fresh(prepare, before, after)
+    return found

@@ -1,0 +1,108 @@
+"""TOML files through pydantic models, with errors that name the file, the key and the nearest valid key."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from typing import Any, TypeVar, Union
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from nvsnap_conformance.suggest import did_you_mean
+
+if typing.TYPE_CHECKING:
+    from pathlib import Path
+
+    from nvsnap_conformance.errors import NvsnapError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class StrictModel(BaseModel):
+    """Base of every model that is read from a file: immutable, and no unknown key passes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def read_toml(path: Path, *, error: type[NvsnapError], what: str) -> dict[str, Any]:
+    """Parse the TOML file ``path``; raise ``error`` where it is missing, unreadable or no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(
+            f"{what} {path} does not exist", next_step="check the path, or name a shipped one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"{what} {path} cannot be read: {problem}") from problem
+    except tomllib.TOMLDecodeError as problem:
+        raise error(
+            f"{what} {path} is no valid TOML: {problem}", next_step="correct the file at that line"
+        ) from problem
+
+
+def read_model(path: Path, model: type[M], *, error: type[NvsnapError], what: str) -> M:
+    """Read ``path`` into ``model``; raise ``error`` with file and key for everything that does not fit."""
+    return validate(read_toml(path, error=error, what=what), model, path=path, error=error, what=what)
+
+
+def validate(data: Any, model: type[M], *, path: Path, error: type[NvsnapError], what: str) -> M:
+    """Validate ``data`` (read from ``path``) as ``model``; raise ``error`` with all the problems found."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        lines = [_explain(entry["loc"], entry["type"], entry["msg"]) for entry in problem.errors()]
+        unknown = next((e["loc"] for e in problem.errors() if e["type"] == "extra_forbidden"), None)
+        raise error(
+            f"{what} {path}: " + "; ".join(lines),
+            next_step=did_you_mean(str(unknown[-1]), _keys(model, unknown[:-1])) if unknown else "",
+        ) from None
+
+
+def _explain(loc: tuple[int | str, ...], kind: str, message: str) -> str:
+    place = _dotted(loc) or "the file"
+    if kind == "extra_forbidden":
+        return f"unknown key {place!r}"
+    if kind == "missing":
+        return f"key {place!r} is missing"
+    return (
+        f"key {place!r}: {message.removeprefix('Value error, ')}"
+        if loc
+        else message.removeprefix("Value error, ")
+    )
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def _keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Return the keys that are valid at ``loc``."""
+    current: Any = model
+    for part in loc:
+        if isinstance(part, str) and _is_model(current):
+            field = next((f for name, f in current.model_fields.items() if part in (name, f.alias)), None)
+            current = _innermost(field.annotation) if field else None
+    return [f.alias or name for name, f in current.model_fields.items()] if _is_model(current) else []
+
+
+def _innermost(annotation: Any) -> Any:
+    """Return the model inside of ``tuple[Model, ...]``, ``Model | None`` and the like."""
+    if _is_model(annotation):
+        return annotation
+    if typing.get_origin(annotation) in (Union, types.UnionType, tuple, list, dict):
+        for argument in typing.get_args(annotation):
+            found = _innermost(argument)
+            if _is_model(found):
+                return found
+    return None
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)

@@ -1,0 +1,27 @@
+"""Two groups taken in two orders hold each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nvsnap_conformance.hang.repro import run_to_end
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nvsnap_conformance.hang.ranks.client import RankSet
+    from nvsnap_conformance.session.arms import Arm
+
+SCRIPT = Path(__file__).with_name("ranks.py")
+
+
+@pytest.mark.clause("COLL-GROUP-ORDER")
+def test_groups_are_used_in_one_order(
+    host_arm: Arm, fork_ranks: Callable[..., RankSet], tmp_path: Path
+) -> None:
+    """With one order both reductions end."""
+    fault = host_arm.mutant.options if host_arm.mutant else {}
+    run_to_end(fork_ranks(SCRIPT, options=fault), tmp_path / "bundle")

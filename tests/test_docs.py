@@ -1,0 +1,31 @@
+"""What the documentation says by machine is what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from nvsnap_conformance.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_list_of_clauses_is_fresh() -> None:
+    printed = CliRunner().invoke(main, ["list", "--format", "md"])
+    assert printed.exit_code == 0, printed.output
+    written = (ROOT / "docs" / "clauses.md").read_text()
+    assert written == printed.output, "run `nvsnap-conformance list --format md > docs/clauses.md`"
+
+
+def test_every_command_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    documented = set(re.findall(r"^\| `nvsnap-conformance ([a-z]+)", readme, re.MULTILINE))
+    assert documented == set(COMMANDS)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"

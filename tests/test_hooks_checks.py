@@ -1,0 +1,246 @@
+"""The checks over hooks' reports and over stand-ins: each finds its defect, none finds one in good hooks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nvsnap_conformance.engines.protocol import RankReply
+from nvsnap_conformance.hooks import standins
+from nvsnap_conformance.lifecycle import accounting
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.outcomes import Finding
+
+GOOD = (
+    [
+        "graph-dropped:cuda-graphs",
+        "workspace-prepare:normal",
+        "destroy-group:tp:0/cpu",
+        "destroy-group:world",
+    ],
+    ["new-group:tp", "workspace-restore:normal", "memory-restore:normal"],
+)
+
+
+def reply(rank: int, value: Any = None, error: dict[str, str] | None = None) -> RankReply:
+    return RankReply(rank, "n", "n", value, error)
+
+
+def names(found: list[Finding]) -> list[str]:
+    return [str(one.signature) for one in found]
+
+
+def events(*texts: str) -> list[dict[str, str]]:
+    return [dict(zip(("what", "name"), text.split(":", 1), strict=True)) for text in texts]
+
+
+def report(calls: list[str], *, mapped: bool = True, current: bool = True) -> dict[str, Any]:
+    workspaces = {"normal": {"mapped": [mapped] * 3, "current": current}}
+    return {
+        "events": events(*calls),
+        "workspaces": workspaces,
+        "graphs": 0,
+        "all2all": {"same": True, "current": True},
+    }
+
+
+def snapshot(*held: str, identity: int = 1) -> dict[str, Any]:
+    return {"resources": {name: {"kind": "x", "live": True, "identity": identity} for name in held}}
+
+
+def prepared(**outcomes: str) -> dict[str, Any]:
+    entries = [{"name": name, "kind": "x", "outcome": outcome} for name, outcome in outcomes.items()]
+    return {"state": "prepared", "resources": entries}
+
+
+def good(ranks: int = 2) -> standins.Observation:
+    seen = standins.Observation(ranks)
+    first, second = GOOD
+    for rank in range(ranks):
+        seen.reports.setdefault("before", {})[rank] = report([])
+        seen.reports.setdefault("prepared", {})[rank] = report(first, mapped=False)
+        seen.reports.setdefault("after", {})[rank] = report(first + second)
+    seen.replies["prepare"] = [reply(rank, prepared(a="released")) for rank in range(ranks)]
+    seen.replies["restore"] = [reply(rank, {"state": "serving"}) for rank in range(ranks)]
+    seen.snapshots["prepared"] = [reply(rank, snapshot()) for rank in range(ranks)]
+    return seen
+
+
+def test_good_hooks_have_no_findings() -> None:
+    seen = good()
+    for check in (
+        standins.check_completed,
+        standins.check_order,
+        standins.check_same_order,
+        standins.check_alias_once,
+        standins.check_released,
+        standins.check_follows_group,
+    ):
+        assert check(seen) == []
+
+
+BOTH = ["ORDER:GROUP_BEFORE_GRAPH", "ORDER:GROUP_BEFORE_WORKSPACE"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "signatures"),
+    [
+        (["destroy-group:a", "graph-dropped:g", "workspace-prepare:n"], BOTH),
+        (["workspace-prepare:n", "destroy-group:a", "graph-dropped:g"], ["ORDER:GROUP_BEFORE_GRAPH"]),
+        (["graph-dropped:g", "destroy-group:a"], ["ORDER:GROUP_BEFORE_WORKSPACE"]),
+        (["workspace-prepare:n"], []),
+    ],
+)
+def test_order_of_teardown(calls: list[str], signatures: list[str]) -> None:
+    seen = good()
+    seen.reports["prepared"][1] = report(calls)
+    assert names(standins.check_order(seen)) == signatures
+
+
+@pytest.mark.parametrize("what", ["destroy-group", "new-group"])
+def test_ranks_in_different_orders(what: str) -> None:
+    seen = good()
+    for rank, order in enumerate((["a", "b"], ["b", "a"])):
+        seen.reports["after"][rank] = report([f"{what}:{name}" for name in order])
+    assert names(standins.check_same_order(seen)) == ["ORDER:RANKS_DIFFER"]
+
+
+@pytest.mark.parametrize("what", ["workspace-prepare", "workspace-restore"])
+def test_an_alias_visited_twice(what: str) -> None:
+    seen = good()
+    seen.reports["after"][0] = report([f"{what}:normal"] * 2)
+    assert names(standins.check_alias_once(seen)) == ["ALIAS:TWICE"]
+
+
+def test_a_workspace_that_does_not_come_back() -> None:
+    seen = good()
+    seen.reports["after"][0] = report([], mapped=False)
+    seen.reports["after"][1] = report([], current=False)
+    assert names(standins.check_follows_group(seen)) == ["RESTORE:UNMAPPED", "RESTORE:STALE_GROUP"]
+
+
+def test_a_manager_that_keeps_an_old_group() -> None:
+    seen = good()
+    seen.reports["after"][0]["all2all"]["current"] = False
+    assert names(standins.check_follows_group(seen)) == ["RESTORE:STALE_GROUP"]
+
+
+def test_a_workspace_left_mapped_behind_a_success() -> None:
+    seen = good()
+    seen.snapshots["prepared"][1] = reply(1, snapshot("flashinfer/normal"))
+    assert names(standins.check_released(seen)) == ["RELEASE:UNACCOUNTED"]
+
+
+def failed(rank: int) -> RankReply:
+    return reply(rank, {"state": "failed", "problem": "x"})
+
+
+@pytest.mark.parametrize(
+    ("change", "signatures"),
+    [
+        ({}, []),
+        ({"replies": {"prepare": [failed(0), reply(1, prepared(a="released"))]}}, ["FAILURE:HIDDEN"]),
+        ({"replies": {"prepare": [failed(0), failed(1)]}}, []),
+        ({"replies": {"prepare": [failed(0)]}}, ["FAILURE:HIDDEN"]),
+        ({"silent": "prepare: no answer"}, ["FAILURE:UNBOUNDED"]),
+        ({"raised": "prepare: HTTP 500"}, ["FAILURE:RAISED"]),
+    ],
+)
+def test_a_failure_is_told_by_all(change: dict[str, Any], signatures: list[str]) -> None:
+    seen = good()
+    told = standins.check_failure_told
+    if not change:
+        # Never reached, and the cycle succeeded.
+        assert told(seen, rank=0, what="no-such-call") == []
+        seen.replies["prepare"] = [failed(0), failed(1)]
+        assert names(told(seen, rank=0, what="no-such-call")) == ["CYCLE:PREPARE"]
+        return
+    seen.replies.pop("restore")
+    for name, value in change.items():
+        setattr(seen, name, value)
+    assert names(told(seen, rank=0, what="workspace-prepare")) == signatures
+
+
+def test_two_backends() -> None:
+    seen = good()
+    assert names(standins.check_backends_agree(seen)) == ["BACKENDS:ACCEPTED", *["BACKENDS:TOUCHED"] * 2]
+    refused = {"type": "PeerRefused", "message": "x", "traceback": ""}
+    seen.replies["prepare"] = [reply(rank, error=refused) for rank in (0, 1)]
+    for rank in (0, 1):
+        seen.reports["prepared"][rank] = report([])
+    assert standins.check_backends_agree(seen) == []
+    seen.silent = "prepare: no answer"
+    assert names(standins.check_backends_agree(seen)) == ["BACKENDS:UNBOUNDED"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "held", "signatures"),
+    [
+        ({"a": "released"}, [], []),
+        ({"a": "unsupported"}, ["a"], []),
+        ({}, ["a", "b"], ["RELEASE:UNACCOUNTED"]),
+        ({"a": "absent"}, ["a"], ["RELEASE:UNACCOUNTED"]),
+        # This lie is another check's.
+        ({"a": "released"}, ["a"], []),
+    ],
+)
+def test_nothing_is_left_untold(outcomes: dict[str, str], held: list[str], signatures: list[str]) -> None:
+    found = accounting.check_accounted([reply(0, prepared(**outcomes))], [reply(0, snapshot(*held))])
+    assert names(found) == signatures
+
+
+def test_nothing_is_judged_where_prepare_refused_or_nobody_looked() -> None:
+    refused = reply(0, error={"type": "x", "message": "x", "traceback": ""})
+    assert accounting.check_accounted([refused], [reply(0, snapshot("a"))]) == []
+    assert names(accounting.check_accounted([reply(0, None)], [])) == ["REPORT:UNOBSERVED"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "identities", "signatures"),
+    [
+        ("released", (1, 2), []),
+        ("released", (1, 1), ["RESTORE:NOT_REBUILT"]),
+        ("unsupported", (1, 1), []),
+        ("unsupported", (1, 2), ["RESTORE:REPLACED"]),
+    ],
+)
+def test_what_was_released_is_another_object(
+    outcome: str, identities: tuple[int, int], signatures: list[str]
+) -> None:
+    before, after = (snapshot("a", identity=number) for number in identities)
+    found = accounting.check_fresh([reply(0, prepared(a=outcome))], [reply(0, before)], [reply(0, after)])
+    assert names(found) == signatures
+
+
+@pytest.mark.parametrize(("kind", "signatures"), [("cuda-graphs", []), ("process-group", ["REPORT:OUTCOME"])])
+def test_only_graphs_are_deferred(kind: str, signatures: list[str]) -> None:
+    value = {"resources": [{"name": "a", "kind": kind, "outcome": "deferred"}]}
+    found = accounting.check_outcomes([reply(0, value)], verb="restore", allowed=accounting.RESTORE_OUTCOMES)
+    assert names(found) == signatures
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "signatures"),
+    [
+        ({"registered": True}, {"registered": True}, []),
+        ({"registered": True}, {"registered": False}, ["RESTORE:STALE_HANDLE"]),
+        # A stateless group is unknown to torch from the start.
+        ({"registered": False}, {"registered": False}, []),
+        ({"stale_group": False}, {"stale_group": True}, ["RESTORE:STALE_HANDLE"]),
+    ],
+)
+def test_a_stale_handle(before: dict[str, bool], after: dict[str, bool], signatures: list[str]) -> None:
+    def seen(more: dict[str, bool]) -> list[RankReply]:
+        return [reply(0, {"resources": {"a": {"kind": "x", "live": True} | more}})]
+
+    assert names(accounting.check_rebuilt(seen(before), seen(after))) == signatures
+
+
+def test_a_destroyed_group_that_somebody_kept() -> None:
+    kept = {"loose/undefinedNone": {"kind": "process-group", "live": True, "registered": False}}
+    found = accounting.check_rebuilt(
+        [reply(0, snapshot("a"))], [reply(0, {"resources": snapshot("a")["resources"] | kept})]
+    )
+    assert names(found) == ["RESTORE:STALE_HANDLE"]

