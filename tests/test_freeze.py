@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import TYPE_CHECKING
@@ -148,17 +147,15 @@ def test_freeze_that_cannot_succeed_is_undone(
     engine = start(TREE, *COUNTERS)
     monkeypatch.setattr(freeze, "ATTEMPT_SECONDS", 0.05)
     members = engine.tree()
-    done = threading.Event()
 
-    def adversary() -> None:
-        while not done.is_set():
-            members[-1].send(SIGCONT)
+    def adversary(processes: Iterable[ProcessId]) -> tuple[ProcessState, ...]:
+        """Let one process run on, as somebody else's SIGCONT does, whenever the freezer is about to look."""
+        members[-1].send(SIGCONT)
+        wait_for("it to run on", lambda: not read_states(members[-1:])[0].stopped, soon(), interval=0.001)
+        return read_states(processes)
 
-    with ExitStack() as stack:
-        thread = threading.Thread(target=adversary)
-        stack.callback(thread.join)
-        stack.callback(done.set)
-        thread.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(freeze, "read_states", adversary)
         with pytest.raises(DeadlineExceeded, match="it runs again"):
             FreezeCheckpointer().dump(engine, tmp_path / "image", Deadline.after(0.4))
     wait_for("all to run", lambda: not any(state.stopped for state in read_states(members)), soon())
