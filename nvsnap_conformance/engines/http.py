@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from nvsnap_conformance.engines.protocol import Health, RequestFailed, Unavailable
+from nvsnap_conformance.engines.protocol import Health, NotConnected, RequestFailed, Unavailable
 from nvsnap_conformance.errors import DeadlineExceeded, NvsnapError
 
 if TYPE_CHECKING:
@@ -105,6 +105,8 @@ class Front:
             )
         except httpx.TimeoutException as error:
             raise _late(what, deadline) from error
+        except httpx.ConnectError as error:
+            raise NotConnected(what, status=None, body=f"{type(error).__name__}: {error}") from error
         except (httpx.HTTPError, RuntimeError) as error:
             # httpx raises RuntimeError for a client that has been closed.
             reason = f"{type(error).__name__}: {error}"

@@ -187,5 +187,9 @@ class RequestFailed(Exception):  # noqa: N818 - it is an observation more than a
         self.body = body
 
 
+class NotConnected(RequestFailed):
+    """The connection was refused: the request never reached an engine."""
+
+
 class Unavailable(RequestFailed):
     """The front answered HTTP 503: not now."""
