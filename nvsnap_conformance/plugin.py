@@ -25,6 +25,7 @@ FIXTURES = (
 
 MARKERS = (
     "clause(id, ...): the clauses that this case judges",
+    "xdist_group(name): cases that share an engine; pytest-xdist need not be installed",
     "spoils_engine: leaves the engine unusable for cases that need its RPC in step",
     "takes_spoiled_engine: can do with an engine that was spoiled",
     "ends_engine: ends the engine that it is given",

@@ -57,3 +57,15 @@ def judge_without_the_dead(bundle: Bundle) -> Verdict:
     gone = {sample.pid for taken in bundle.rounds for sample in taken.samples if sample.rung is Rung.GONE}
     members = tuple(member for member in bundle.members if member.pid not in gone)
     return judge(replace(bundle, members=members, world_size=None))
+
+
+def judge_without_the_stopped(bundle: Bundle) -> Verdict:
+    """Judge the ranks that py-spy can attach to: a blocking dump of a stopped process fails (0.4.3)."""
+    stopped = {
+        sample.pid
+        for taken in bundle.rounds
+        for sample in taken.samples
+        if sample.reading is not None and sample.reading.state == "T"
+    }
+    members = tuple(member for member in bundle.members if member.pid not in stopped)
+    return judge(replace(bundle, members=members, world_size=None))
