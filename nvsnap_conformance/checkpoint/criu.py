@@ -215,7 +215,7 @@ class CriuCheckpointer:
         }
         return CheckpointResult("load", time.monotonic() - start, states, details)
 
-    def _restore(self, process: EngineProcess, folder: Path, deadline: Deadline) -> None:
+    def _restore(self, process: EngineProcess, folder: Path, deadline: Deadline, *more: str) -> None:
         # Not into the folder of the image: several engines may be restored from it at once.
         work = process.workdir / "criu"
         check_visible(work)
@@ -225,6 +225,7 @@ class CriuCheckpointer:
             *(*self.criu.command, "restore", "--restore-detached"),
             *("--images-dir", str(folder / IMAGES), "--work-dir", str(work), "--log-file", log),
             *_OPTIONS,
+            *more,
         ]
         try:
             done = process.run_inside(argv, timeout=deadline.remaining(), env=_ENVIRONMENT)

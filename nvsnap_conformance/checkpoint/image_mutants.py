@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from nvsnap_conformance.checkpoint.criu import CriuCheckpointer
 from nvsnap_conformance.checkpoint.criu_failure import CriuFailure
+from nvsnap_conformance.checkpoint.criu_files import put_files
+from nvsnap_conformance.checkpoint.criu_manifest import FILES
 from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.errors import EnvironmentFailure
 
@@ -56,9 +58,14 @@ class PassesExitCodesOn(CriuCheckpointer):
 
 
 class RestoresTwice(CriuCheckpointer):
-    """Restores, ends what came back, and restores once more: the retry resets every connection."""
+    """Restores, ends what came back before it answers, and restores once more, as a hasty retry does.
 
-    def load(self, process: EngineProcess, folder: Path, deadline: Deadline) -> CheckpointResult:
-        """Restore two times."""
-        super().load(process, folder, deadline)
-        return super().load(process, folder, deadline)
+    The end of what came back first resets every connection that was in the image.
+    """
+
+    def _restore(self, process: EngineProcess, folder: Path, deadline: Deadline, *more: str) -> None:
+        # Stopped, so that no request is answered in between, however fast the machine is.
+        super()._restore(process, folder, deadline, *more, "--leave-stopped")
+        process.vacate(deadline)
+        put_files(process, folder / FILES)
+        super()._restore(process, folder, deadline, *more)
