@@ -65,6 +65,16 @@ def test_the_catalogue_is_the_checkout_s(environment: Path, tmp_path: Path) -> N
     assert json.loads(installed.stdout) == json.loads(checkout.stdout)
 
 
+@pytest.mark.parametrize(
+    "folder", sorted((ROOT / "tests" / "data" / "bundles").iterdir()), ids=lambda folder: folder.name
+)
+def test_inspect_gives_the_live_verdict(environment: Path, folder: Path, tmp_path: Path) -> None:
+    done = call(
+        *(environment / "bin" / "nvsnap-conformance", "inspect", folder, "--format", "json"), cwd=tmp_path
+    )
+    assert json.loads(done.stdout) == json.loads((folder / "expected.json").read_text()), done.stderr
+
+
 def test_the_suite_runs_on_a_real_engine(environment: Path, tmp_path: Path) -> None:
     done = call(
         *(environment / "bin" / "nvsnap-conformance", "run", "--tp", "1", "--profile", "liveness"),
