@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from nvsnap_conformance import tiny_llama
+from nvsnap_conformance import tiny_llama, tiny_llama_gpu
 from nvsnap_conformance.cache import cache_dir
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.suggest import did_you_mean
@@ -18,8 +18,14 @@ from nvsnap_conformance.suggest import did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_RECIPES: dict[str, Callable[[Path], None]] = {"tiny-llama": tiny_llama.write}
-_SOURCES = {"tiny-llama": tiny_llama.__file__}
+_RECIPES: dict[str, Callable[[Path], None]] = {
+    "tiny-llama": tiny_llama.write,
+    "tiny-llama-gpu": tiny_llama_gpu.write,
+}
+_SOURCES = {
+    "tiny-llama": (tiny_llama.__file__,),
+    "tiny-llama-gpu": (tiny_llama_gpu.__file__, tiny_llama.__file__),
+}
 
 FIXTURE_MODELS: tuple[str, ...] = tuple(_RECIPES)
 """The names that a target may give as its model instead of a folder."""
@@ -56,7 +62,7 @@ def ensure_model(name_or_path: str, *, on_progress: Callable[[str], None] | None
     check_model(name_or_path)
     if name_or_path not in _RECIPES:
         return Path(name_or_path).expanduser().absolute()
-    source = Path(_SOURCES[name_or_path]).read_bytes()
+    source = b"".join(Path(file).read_bytes() for file in _SOURCES[name_or_path])
     folder = cache_dir("models") / f"{name_or_path}-{hashlib.sha256(source).hexdigest()[:12]}"
     try:
         with FileLock(folder.with_name(f"{folder.name}.lock")):

@@ -37,14 +37,20 @@ _CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{%
 
 def write(folder: Path) -> None:
     """Write the model's files into ``folder``, which exists and is empty."""
-    _write_json(folder / "config.json", _config())
-    _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
-    _write_json(folder / "tokenizer.json", _tokenizer())
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config())
+    write_json(folder / "config.json", config())
+    write_tokenizer(folder, positions=POSITIONS)
     (folder / "model.safetensors").write_bytes(_safetensors())
 
 
-def _config() -> dict[str, Any]:
+def write_tokenizer(folder: Path, *, positions: int) -> None:
+    """Write the byte-level tokenizer and what goes with it; ``positions`` is the model's longest context."""
+    write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3})
+    write_json(folder / "tokenizer.json", _tokenizer())
+    write_json(folder / "tokenizer_config.json", _tokenizer_config(positions))
+
+
+def config() -> dict[str, Any]:
+    """Return the model's configuration."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -141,13 +147,13 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def _tokenizer_config() -> dict[str, Any]:
+def _tokenizer_config(positions: int) -> dict[str, Any]:
     return {
         "bos_token": "<s>",
         "chat_template": _CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "eos_token": "</s>",
-        "model_max_length": POSITIONS,
+        "model_max_length": positions,
         "pad_token": "<pad>",
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "<unk>",
@@ -161,5 +167,6 @@ def _byte_symbols() -> list[str]:
     return [chr(byte) if byte in visible else chr(next(hidden)) for byte in range(256)]
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write ``value`` in one form for all Pythons."""
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n", encoding="utf-8")

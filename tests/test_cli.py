@@ -68,7 +68,7 @@ def test_an_unknown_command_offers_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "vllm-gpu"], "Did you mean 'vllm-cpu'"),
+        (["--target", "vllm-cpx"], "Did you mean 'vllm-cpu'"),
         (["--target", "./missing.toml"], "does not exist"),
         (["--profile", "lifecicle"], "Did you mean 'lifecycle'"),
         (["--tp", "4"], "use one of 1, 2"),
@@ -103,10 +103,10 @@ def test_run_refuses_an_expired_expectation(tmp_path: Path) -> None:
 
 def test_run_takes_the_target_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "run_pytest", lambda _options: 0)
-    monkeypatch.setenv("NVS_TARGET", "vllm-cpu,vllm-gpu")
+    monkeypatch.setenv("NVS_TARGET", "vllm-cpu,vllm-cpx")
     result = call("run")
     assert result.exit_code == ExitCode.USAGE
-    assert "'vllm-gpu'" in result.output
+    assert "'vllm-cpx'" in result.output
     assert call("run", "--target", "vllm-cpu").exit_code == 0
 
 

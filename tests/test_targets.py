@@ -118,8 +118,8 @@ def test_refuses_a_model_folder_without_configuration(tmp_path: Path) -> None:
 def test_refuses_a_strategy_that_this_version_does_not_bring(tmp_path: Path) -> None:
     message = refusal(tmp_path, BASE.replace('"vllm"', '"nim"'))
     assert re.search(r"'engine.adapter': 'nim' is not part of version", message)
-    message = refusal(tmp_path, BASE + '[checkpoint]\ndevice = "cuda-driver"\n')
-    assert "'checkpoint.device': 'cuda-driver' is not part of" in message
+    message = refusal(tmp_path, BASE + '[shim]\nlibrary = "a"\ncoordinator = "b"\n')
+    assert "'shim': 'sidecar' is not part of" in message
 
 
 def test_refuses_unknown_clauses_in_expectations(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from nvsnap_conformance.checkpoint.device_failure import Fate
     from nvsnap_conformance.deadline import Deadline
     from nvsnap_conformance.engines.process import EngineProcess
     from nvsnap_conformance.processes import ProcessId
@@ -56,7 +57,13 @@ class HostCheckpointer(Protocol):
 
 
 class DeviceCheckpointer(Protocol):
-    """The device layer: all pids are locked before any is checkpointed, all restored before any unlock."""
+    """The device layer: all pids are locked before any is checkpointed, all restored before any unlock.
+
+    ``pids`` are all processes of the engine, in the suite's own pid namespace; the checkpointer says which of
+    them take part. ``details["calls"]`` of each result lists one entry for each of these: ``pid`` and the
+    span ``began`` to ``ended`` on the monotonic clock. A verb that fails raises
+    :class:`nvsnap_conformance.checkpoint.device_failure.DeviceFailure`, after a roll-back.
+    """
 
     name: str
 
@@ -71,3 +78,6 @@ class DeviceCheckpointer(Protocol):
 
     def unlock(self, pids: list[int], deadline: Deadline) -> CheckpointResult:
         """Let every pid run on."""
+
+    def abandon(self) -> Fate | None:
+        """Roll back what was begun, where another layer failed in between; ``None`` where nothing was."""

@@ -78,7 +78,9 @@ class EngineEnvironment:
         if target.engine.requirement is not None:
             return cls.ensure(target.engine.requirement, on_progress=on_progress)
         assert target.engine.python is not None  # the model demands one of the two
-        return cls.from_interpreter(target.engine.python, family=target.engine.family)
+        return cls.from_interpreter(
+            target.engine.python, family=target.engine.family, python_path=target.engine.env.get("PYTHONPATH")
+        )
 
     @classmethod
     def ensure(cls, requirement: str, *, on_progress: Progress | None = None) -> EngineEnvironment:
@@ -130,9 +132,12 @@ class EngineEnvironment:
         return cls._read(environment_folder(requirement), requirement, recipe_for(requirement))
 
     @classmethod
-    def from_interpreter(cls, python: Path, *, family: str = "vllm") -> EngineEnvironment:
+    def from_interpreter(
+        cls, python: Path, *, family: str = "vllm", python_path: str | None = None
+    ) -> EngineEnvironment:
         """Return the environment of an interpreter that has the engine, taken as it is.
 
+        ``python_path`` is the PYTHONPATH on which it finds the engine; the suite's own is never passed on.
         Raises :class:`TargetError` where it does not exist, cannot be run, or has no distribution of the
         family.
         """
@@ -143,10 +148,12 @@ class EngineEnvironment:
                 f"{where} does not exist or cannot be executed",
                 next_step="name the interpreter of an environment that has the engine, e.g. venv/bin/python",
             )
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         try:
             output = subprocess.run(
                 [str(python), "-c", _LOOK, json.dumps(names)],
                 capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True, stdin=subprocess.DEVNULL,
+                env=env | ({"PYTHONPATH": python_path} if python_path else {}),
             ).stdout  # fmt: skip
             found: dict[str, str] = json.loads(output.splitlines()[-1])
         except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:

@@ -123,6 +123,8 @@ class _Golden:
     """One engine's image: looked for, restored, made. Raises :class:`NotGoldenError` if there can be none."""
 
     def __init__(self, engine: RestorableEngine, config: LaunchConfig, store: GoldenStore, say: Say) -> None:
+        if config.processor != "cpu":
+            raise NotGoldenError("it holds GPU memory, which is in no image of its processes")
         gap = isolation_gap()
         if gap is not None or not config.isolate:
             raise NotGoldenError(f"it has no namespaces of its own ({gap or 'not asked for'})")

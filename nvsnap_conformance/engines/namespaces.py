@@ -5,6 +5,7 @@ Also starts the suite's own stdlib-only helper processes, which know the suite b
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -32,15 +33,65 @@ T = TypeVar("T")
 
 _HELPER_ID = "NVSNAP_HELPER_ID"
 
+ISOLATION = "NVS_ISOLATION"
+
 # linux/capability.h: what a set of namespaces with its own mounts and loopback needs.
 _CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
 
 
-def isolation_gap() -> str | None:
-    """Return which right this process lacks to isolate an engine, ``None`` where it has all.
+_TRY_SECONDS = 20.0
 
-    Rights are one thing, a security module that forbids mounts another: only a launch tells.
+# What init does for an engine (supervisor.py), up to the program's start, in a child that ends at once.
+_TRY = """
+import ctypes, os, sys
+sys.path.append(sys.argv[1])
+ctypes.CDLL(None).prctl(1, 9)
+from nvsnap_conformance.engines import linux, supervisor
+try:
+    linux.unshare(linux.CLONE_NEWPID)
+    if child := os.fork():
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    supervisor.try_namespaces()
+    os._exit(0)
+except OSError as error:
+    print(error, flush=True)
+    os._exit(1)
+"""
+
+
+def isolation_gap() -> str | None:
+    """Return what keeps this process from isolating an engine, ``None`` where nothing does.
+
+    Tried once per process: a container's root may have every capability, and still be refused by a filter of
+    system calls or a security module. ``NVS_ISOLATION=none`` forbids namespaces.
     """
+    if os.environ.get(ISOLATION) == "none":
+        return f"{ISOLATION}=none"
+    return _missing_rights() or _refusal()
+
+
+@functools.cache
+def _refusal() -> str | None:
+    """Make the namespaces of an engine in a child, and return why that failed."""
+    root = Path(nvsnap_conformance.__file__).parents[1]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRY, str(root)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_TRY_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"namespaces are not made within {_TRY_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    said = (done.stdout.strip() or done.stderr.strip())[-300:]
+    return f"the kernel or the container refuses namespaces ({said or f'status {done.returncode}'})"
+
+
+def _missing_rights() -> str | None:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             effective = int(line.split()[1], 16)

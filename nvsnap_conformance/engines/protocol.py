@@ -40,7 +40,8 @@ class LaunchConfig:
 
     ``python`` is the engine's interpreter, ``model`` a local folder, ``workdir`` an existing folder of
     this launch alone (logs, sockets). ``import_paths`` go in front of the engine's PYTHONPATH. ``inject`` is
-    the way by which the loader gets in (:class:`nvsnap_conformance.hooks.injection.Way`).
+    the way by which the loader gets in (:class:`nvsnap_conformance.hooks.injection.Way`). ``processor`` is
+    ``cpu`` or ``cuda``.
     """
 
     python: Path
@@ -53,6 +54,7 @@ class LaunchConfig:
     isolate: bool = True
     mutation: str | None = None
     inject: str = "extension"
+    processor: str = "cpu"
 
 
 @dataclass(frozen=True)

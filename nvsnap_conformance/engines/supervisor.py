@@ -75,6 +75,20 @@ def _stage(name: str) -> Iterator[None]:
         raise _SetupFailure(name, error) from error
 
 
+def try_namespaces() -> None:
+    """Make what an engine needs in namespaces that end with the calling process; raises ``OSError``.
+
+    The caller is the first process of a new pid namespace.
+    """
+    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
+    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("/proc", "/proc", "", linux.MS_BIND)
+    linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    linux.mount("tmpfs", "/dev/shm", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=1777")  # noqa: S108
+    linux.bring_loopback_up()
+    Path(_LAST_PID).write_text(str(ENGINE_PID - 1))
+
+
 def _enter_namespaces(spec: dict[str, Any]) -> None:
     """Make the mount, network and IPC namespaces of the calling init (its pid namespace exists)."""
     with _stage("namespaces"):

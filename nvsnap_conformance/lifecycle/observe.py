@@ -94,8 +94,8 @@ def observe_cycle(
 def check_completed(observation: CycleObservation) -> list[Finding]:
     """Check that every verb succeeded and that the engine answered afterwards.
 
-    Findings: the diagnosis' own (``HANG:...``) where a verb hung, else ``CYCLE:<VERB>``; ``CYCLE:AFTER``
-    where the engine no longer answered.
+    Findings: the diagnosis' own (``HANG:...``) where a verb hung, the device layer's own
+    (``CUDA:801@restore``), else ``CYCLE:<VERB>``; ``CYCLE:AFTER`` where the engine no longer answered.
     """
     failure = observation.record.failure
     if observation.diagnosis is not None:
@@ -105,10 +105,11 @@ def check_completed(observation: CycleObservation) -> list[Finding]:
         ]
     if failure is not None:
         return [
-            finding(
+            Finding(
                 f"the cycle ended at {failure.verb}: {failure.message}",
-                f"CYCLE:{failure.verb.upper()}",
-                kind=failure.kind,
+                failure.signature or Signature("CYCLE", failure.verb.upper()),
+                failure.outcome,
+                {"kind": failure.kind},
             )
         ]
     if observation.broken is not None:

@@ -17,6 +17,7 @@ from nvsnap_conformance.engines.protocol import (
     RequestFailed,
 )
 from nvsnap_conformance.errors import NvsnapError, TargetError
+from nvsnap_conformance.gpus import VISIBLE, Lease, lease
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 from nvsnap_conformance.lifecycle.oracle import Answers, check_answers, take_answers
 from nvsnap_conformance.report.degraded import degradations
@@ -29,9 +30,13 @@ if TYPE_CHECKING:
     from nvsnap_conformance.report.record import EventStream
     from nvsnap_conformance.session.arms import Arm
     from nvsnap_conformance.session.options import Selection
+    from nvsnap_conformance.targets.model import Target
 
 START_SECONDS = 300.0
 """Allowance for a cold start. Measured 38 to 63 s alone on two cores, up to 137 s under a load of 8."""
+
+LEASE_SECONDS = 600.0
+"""Allowance for other runs to give GPUs back."""
 
 STOP_SECONDS = 30.0
 QUICK_SECONDS = 30.0
@@ -136,6 +141,7 @@ class EnginePool:
         model = ensure_model(target.engine.model)
         self._count += 1
         workdir = self._workdir(arm)
+        held = self._lease(target, arm.tensor_parallel, label)
         mutation = None
         if arm.mutant is not None and arm.mutant.layer == "engine":
             mutation = arm.mutant.implementation
@@ -145,24 +151,30 @@ class EnginePool:
             tensor_parallel=arm.tensor_parallel,
             workdir=workdir,
             args=target.engine.args,
-            env=target.engine.env,
+            env={**target.engine.env, VISIBLE: held.setting} if held else target.engine.env,
             import_paths=environment.import_paths,
             mutation=mutation,
             inject=target.hooks.inject.value,
+            processor=target.engine.processor,
         )
         began = time.monotonic()
 
         def say(text: str) -> None:
             self._progress(f"{label} {time.monotonic() - began:5.1f} s  {text}")
 
-        start = bring_up(
-            _adapter(target.engine.adapter)(on_progress=say),
-            config,
-            cold=self._selection.cold,
-            seconds=START_SECONDS,
-            say=say,
-        )
+        try:
+            start = bring_up(
+                _adapter(target.engine.adapter)(on_progress=say),
+                config,
+                cold=self._selection.cold,
+                seconds=START_SECONDS,
+                say=say,
+            )
+        except BaseException:
+            self._give_back(held)
+            raise
         handle = start.handle
+        handle.process.keep_until_closed(lambda: self._give_back(held))
         try:
             live = self._inspect(arm, handle)
         except BaseException:
@@ -184,6 +196,19 @@ class EnginePool:
         self._progress(f"{label} ready after {start.seconds:.1f} s ({start.start}: {start.reason})")
         self.on_start(record, target.name, environment.version)
         return live
+
+    def _lease(self, target: Target, size: int, label: str) -> Lease | None:
+        """Take the GPUs of an engine; ``None`` for one that runs on none."""
+        if target.engine.processor != "cuda":
+            return None
+        held = lease(size, Deadline.after(LEASE_SECONDS))
+        self._progress(f"{label} GPUs {', '.join(gpu.uuid for gpu in held.gpus)}")
+        return held
+
+    def _give_back(self, held: Lease | None) -> None:
+        for text in held.release() if held else ():
+            self._stream.emit("gpu-not-clean", text=text)
+            self._progress(f"GPU memory did not come back: {text}")
 
     def _workdir(self, arm: Arm) -> Path:
         worker = f"{self._worker}-" if self._worker else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
@@ -14,12 +16,18 @@ from nvsnap_conformance.clauses.registry import load_registry
 from nvsnap_conformance.engines.protocol import HooksSpec
 from nvsnap_conformance.errors import TargetError, UsageError
 from nvsnap_conformance.expectations import Expectation, Expectations
+from nvsnap_conformance.gpus import count_visible, sizes_for
 from nvsnap_conformance.hooks.injection import INJECT, Way
 from nvsnap_conformance.models import FIXTURE_MODELS, check_model
 from nvsnap_conformance.suggest import did_you_mean
 from nvsnap_conformance.tomlfile import StrictModel, read_model
 
 DEFAULT_TARGET = "vllm-cpu"
+
+OWN_INTERPRETER = "sys"
+ENGINE_PYTHON = "NVS_ENGINE_PYTHON"
+ENGINE_PYTHONPATH = "NVS_ENGINE_PYTHONPATH"
+"""What ``python = "sys"`` stands for: an engine that is installed already, wherever a host has it."""
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -31,6 +39,7 @@ _HOOKS = {
 
 Adapter = Literal["vllm", "sglang", "nim", "command", "reference"]
 Device = Literal["cuda-driver", "none"]
+Processor = Literal["cpu", "cuda"]
 Host = Literal["criu", "freeze", "command", "none"]
 
 
@@ -42,17 +51,26 @@ def _expression(value: str) -> str:
 class EngineSection(StrictModel):
     """The engine: exactly one of ``requirement`` (an environment is built) and ``python`` (taken as is).
 
-    ``tensor_parallel`` are the world sizes to run at, ``model`` is a fixture model's name or a folder,
-    ``args`` and ``env`` win over what the adapter sets.
+    ``python`` may be ``sys``: the interpreter that ``NVS_ENGINE_PYTHON`` names, else the suite's own, and
+    ``NVS_ENGINE_PYTHONPATH`` is where it finds the engine. ``processor`` is what the engine runs on.
+    ``tensor_parallel`` are the world sizes to run at, or ``gpus``: those of 1, 2, 4 and 8 for which there are
+    GPUs. ``model`` is a fixture model's name or a folder, ``args`` and ``env`` win over what the adapter
+    sets.
     """
 
     adapter: Adapter
     requirement: str | None = None
     python: Path | None = None
+    processor: Processor = "cpu"
     tensor_parallel: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
     model: str = Field(default="tiny-llama", min_length=1)
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("tensor_parallel", mode="before")
+    @classmethod
+    def _as_many_as_gpus(cls, value: Any) -> Any:
+        return sizes_for(count_visible()) if value == "gpus" else value
 
     @field_validator("tensor_parallel")
     @classmethod
@@ -235,10 +253,15 @@ def _resolved(target: Target, path: Path) -> Target:
         return None if value is None else base / value.expanduser()
 
     engine = target.engine
+    python, env = absolute(engine.python), dict(engine.env)
+    if engine.python == Path(OWN_INTERPRETER):
+        python = Path(os.environ.get(ENGINE_PYTHON) or sys.executable).absolute()
+        if os.environ.get(ENGINE_PYTHONPATH):
+            env.setdefault("PYTHONPATH", os.environ[ENGINE_PYTHONPATH])
     model = engine.model if engine.model in FIXTURE_MODELS else str(absolute(Path(engine.model)))
     changed = target.model_copy(
         update={
-            "engine": engine.model_copy(update={"python": absolute(engine.python), "model": model}),
+            "engine": engine.model_copy(update={"python": python, "env": env, "model": model}),
             "hooks": target.hooks.model_copy(update={"path": absolute(target.hooks.path)}),
             "shim": target.shim
             and target.shim.model_copy(
