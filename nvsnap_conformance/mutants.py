@@ -25,7 +25,17 @@ ALL = "all"
 _PACKAGE = Path(__file__).resolve().parent
 
 Layer = Literal[
-    "hooks", "injection", "checkpoint", "image", "engine", "lifecycle", "oracle", "process", "hang", "repro"
+    "hooks",
+    "injection",
+    "checkpoint",
+    "device",
+    "image",
+    "engine",
+    "lifecycle",
+    "oracle",
+    "process",
+    "hang",
+    "repro",
 ]
 
 

@@ -20,6 +20,7 @@ FIXTURES = (
     "nvsnap_conformance.fixtures.arms",
     "nvsnap_conformance.fixtures.engines",
     "nvsnap_conformance.fixtures.cycles",
+    "nvsnap_conformance.fixtures.device",
     "nvsnap_conformance.fixtures.images",
 )
 

@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from nvsnap_conformance.checkpoint.device import Reply
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
 from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
@@ -30,44 +30,6 @@ _START = (
 )
 _PASSED_ON = ("PATH", "LD_LIBRARY_PATH", "HOME", "LANG")
 _PASSED_ON_PREFIXES = ("CUDA_", "NVIDIA_", "NVSNAP_STAND_IN_")
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What one call on one process came to.
-
-    ``result`` and ``code`` are the driver's, ``state`` is what was read back after the call (``None``: it
-    could not be read, and ``state_result`` says why). ``began`` and ``ended`` are on the monotonic clock.
-    ``hung``: no answer before the deadline, and the helper was killed. ``died``: the helper's last words.
-    """
-
-    pid: int
-    verb: str
-    began: float
-    ended: float
-    result: str = ""
-    code: int | None = None
-    state: str | None = None
-    state_result: str = ""
-    thread: int | None = None
-    hung: bool = False
-    died: str | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long the call took, in seconds."""
-        return self.ended - self.began
-
-    @property
-    def summary(self) -> str:
-        """The result in one phrase."""
-        if self.hung:
-            return f"no answer within {self.seconds:.1f} s"
-        return self.result or f"the helper died: {self.died}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the reply as JSON values."""
-        return asdict(self)
 
 
 class Helper:

@@ -29,10 +29,11 @@ class Fate(StrEnum):
 class DeviceFailure(NvsnapError):  # noqa: N818 - as CriuFailure, an observation of the cycle
     """A verb of the device layer failed on some process.
 
-    ``signature`` is ``CUDA:<number>@<verb>`` for an error of the driver, with the codes ``HANG`` (no answer
-    before the deadline), ``STATE`` (success, and another state than that success means), ``LOST`` (a process
-    that took part has no state any more) and ``HELPER`` (the helper process died). ``calls`` are all calls
-    made, those of the roll-back included.
+    ``signature`` is ``CUDA:<number>@<verb>`` for an error of the driver, ``COMMAND:<exit code>@<verb>`` for
+    one of a program, with the further codes ``HANG`` (no answer before the deadline), ``STATE`` (success, and
+    another state than that success means), ``LOST`` (a process that took part has no state any more),
+    ``HELPER`` (the helper process died) and ``START`` (nothing could be started to make the call). ``calls``
+    are all calls made, those of the roll-back included.
     """
 
     def __init__(

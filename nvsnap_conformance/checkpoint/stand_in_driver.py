@@ -2,7 +2,8 @@
 
 Loaded by a helper process in place of ``cuda.bindings.driver``; standard library only. The folder that the
 environment variable ``NVSNAP_STAND_IN_DRIVER`` names holds one file for each process that has "initialised
-CUDA" (``PID.state``, its content a state's name), the faults (``faults.json``: ``{"PID:verb": fault}``) and
+CUDA" (``PID.state``, its content a state's name), its "GPU memory" (``PID.memory``, while checkpointed
+``PID.saved``), the faults (``faults.json``: ``{"PID:verb": fault}``) and
 the log of all calls as the driver saw them (``calls.jsonl``), which is what order is judged by.
 
 Faults are the name of an error (state unchanged); ``HANG``; ``LOST`` (CUDA_ERROR_NOT_SUPPORTED, and no way
@@ -145,6 +146,11 @@ def _answer(pid: int, verb: str) -> CUresult:
         return CUresult.CUDA_SUCCESS
     if fault:
         return CUresult[fault]
+    memory, saved = _folder() / f"{pid}.memory", _folder() / f"{pid}.saved"
+    if verb == "checkpoint":
+        memory.rename(saved)
+    elif verb == "restore":
+        saved.rename(memory)
     _become(pid, after)
     return CUresult.CUDA_SUCCESS
 

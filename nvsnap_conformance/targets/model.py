@@ -38,7 +38,7 @@ _HOOKS = {
 """The shipped hooks by the name that a target gives them: ``module:Class`` in the engine's interpreter."""
 
 Adapter = Literal["vllm", "sglang", "nim", "command", "reference"]
-Device = Literal["cuda-driver", "none"]
+Device = Literal["cuda-driver", "command", "none"]
 Processor = Literal["cpu", "cuda"]
 Host = Literal["criu", "freeze", "command", "none"]
 
@@ -121,11 +121,69 @@ class HooksSection(StrictModel):
         return HooksSpec(implementation=self.implementation, path=self.path)
 
 
+Words = tuple[Annotated[str, Field(min_length=1)], ...]
+
+
+class CommandSection(StrictModel):
+    """A program for each verb, as a list of words; ``{pid}`` and ``{folder}`` in them are replaced.
+
+    The device layer has ``lock``, ``checkpoint``, ``restore``, ``unlock`` and perhaps ``state``, the host
+    layer ``dump`` and ``load``, of which ``replaces_processes`` says whether it makes new processes.
+    """
+
+    lock: Words = ()
+    checkpoint: Words = ()
+    restore: Words = ()
+    unlock: Words = ()
+    state: Words = ()
+    dump: Words = ()
+    load: Words = ()
+    replaces_processes: bool = False
+
+    def verbs(self) -> dict[str, Words]:
+        """Return the programs that are given, by verb."""
+        return {
+            name: words
+            for name, words in (
+                ("lock", self.lock),
+                ("checkpoint", self.checkpoint),
+                ("restore", self.restore),
+                ("unlock", self.unlock),
+                ("state", self.state),
+                ("dump", self.dump),
+                ("load", self.load),
+            )
+            if words
+        }
+
+
+_COMMAND_VERBS = {"device": ("lock", "checkpoint", "restore", "unlock"), "host": ("dump", "load")}
+
+
 class CheckpointSection(StrictModel):
-    """The two layers of the checkpointer."""
+    """The two layers of the checkpointer; ``command`` has the programs where a layer is ``command``."""
 
     device: Device = "none"
     host: Host = "freeze"
+    command: CommandSection | None = None
+
+    @model_validator(mode="after")
+    def _has_its_commands(self) -> CheckpointSection:
+        chosen = {"device": self.device, "host": self.host}
+        given = self.command.verbs() if self.command else {}
+        wanted = [
+            verb for layer, name in chosen.items() if name == "command" for verb in _COMMAND_VERBS[layer]
+        ]
+        missing = [verb for verb in wanted if verb not in given]
+        if missing:
+            raise ValueError(f"[checkpoint.command] lacks a program for {', '.join(missing)}")
+        unused = sorted(set(given) - set(wanted) - {"state"})
+        if unused or (given and not wanted):
+            raise ValueError(
+                f"[checkpoint.command] has programs for {', '.join(unused or sorted(given))}, which no layer "
+                "uses: none of them is 'command'"
+            )
+        return self
 
 
 class ShimSection(StrictModel):

@@ -1,0 +1,144 @@
+"""What must hold of a device checkpointer, judged from one observed cycle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvsnap_conformance.checkpoint.device_failure import HANG, Fate
+from nvsnap_conformance.checkpoint.device_rank import BYTES
+from nvsnap_conformance.lifecycle.trace import Event, Verb, check_order
+from nvsnap_conformance.outcomes import Finding, Outcome, finding
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.checkpoint.device_ranks import DeviceObservation
+
+
+def check_completed(seen: DeviceObservation) -> list[Finding]:
+    """Check that a cycle without a fault succeeds. Findings: the failure's own, ``DEVICE:FAILED``."""
+    if seen.failure is not None:
+        return [Finding(str(seen.failure), seen.failure.signature, seen.failure.outcome)]
+    if seen.error is not None:
+        return [finding(f"{seen.at} failed: {seen.error}", f"DEVICE:FAILED@{seen.at}")]
+    return []
+
+
+def check_device_order(seen: DeviceObservation) -> list[Finding]:
+    """Check the order of the calls as the driver saw them: ``ORDER:...`` of the lifecycle."""
+    ranks = {pid: rank for rank, pid in enumerate(seen.pids)}
+    events = [
+        Event(Verb(call["verb"]), ranks[call["pid"]], call["began"], call["ended"])
+        for call in seen.order
+        if call["pid"] in ranks
+    ]
+    return check_order(events, ranks=len(ranks))
+
+
+def check_memory(seen: DeviceObservation) -> list[Finding]:
+    """Check that memory left the device and came back as it was.
+
+    Findings: ``DEVICE:MEMORY_KEPT`` (still there after checkpoint), ``DEVICE:MEMORY_LOST`` (a process does
+    not find its bytes again).
+    """
+    found: list[Finding] = []
+    freed = seen.memory["before"] - seen.memory.get("between", seen.memory["before"])
+    expected = len(seen.pids) * BYTES if seen.real else seen.memory["before"]
+    if freed < expected:
+        found.append(
+            finding(
+                f"the checkpoint took {freed} bytes off the device, the processes hold {expected}",
+                "DEVICE:MEMORY_KEPT",
+            )
+        )
+    wrong = {pid: seen.answers.get(pid, "no answer") for pid in seen.pids if seen.answers.get(pid) != "right"}
+    if wrong:
+        found.append(finding(f"processes do not find their memory again: {wrong}", "DEVICE:MEMORY_LOST"))
+    return found
+
+
+def check_false_success(seen: DeviceObservation, verb: str, what: str) -> list[Finding]:
+    """Check that a verb that failed was told as a failure of that verb, and not of a later one.
+
+    Findings: ``DEVICE:FALSE_SUCCESS``.
+    """
+    if seen.at == verb:
+        return []
+    later = "" if seen.error is None else f"; {seen.at} then failed: {seen.error}"
+    return [finding(f"{what} at {verb} passed for a success{later}", "DEVICE:FALSE_SUCCESS")]
+
+
+def check_named(seen: DeviceObservation, verb: str, pid: int, code: str, name: str) -> list[Finding]:
+    """Check that a failure says verb, error and process, as data and in words.
+
+    Findings: ``DEVICE:UNNAMED``, and those of :func:`check_false_success`.
+    """
+    found = check_false_success(seen, verb, name)
+    if found:
+        return found
+    failure = seen.failure
+    wanted = f"CUDA:{code}@{verb}"
+    if failure is None or str(failure.signature) != wanted:
+        told = "none" if failure is None else failure.signature
+        return [finding(f"{name} at {verb} has the signature {told}, not {wanted}", "DEVICE:UNNAMED")]
+    lacking = [word for word in (name, str(pid), verb) if word not in str(failure)]
+    if lacking:
+        return [finding(f"the error does not say {lacking}: {failure}", "DEVICE:UNNAMED")]
+    return []
+
+
+def check_known_end(seen: DeviceObservation) -> list[Finding]:
+    """Check that after a failed verb all processes run with their memory, or none is left, and it is told.
+
+    Findings: ``DEVICE:UNTOLD``, ``DEVICE:HALF_DEAD``, ``DEVICE:LEFT_LOCKED``, ``DEVICE:MEMORY_LOST``,
+    ``DEVICE:FATE_UNTRUE`` (all run or none is left, but it was told otherwise).
+    """
+    failure = seen.failure
+    if failure is None:
+        return [finding(f"the failure does not say what became of the engine: {seen.error}", "DEVICE:UNTOLD")]
+    alive = [pid for pid, lives in seen.alive.items() if lives]
+    if alive and len(alive) < len(seen.alive):
+        return [finding(f"of {sorted(seen.alive)} only {alive} are left", "DEVICE:HALF_DEAD")]
+    held = {pid: state for pid, state in seen.states.items() if pid in alive and state != "RUNNING"}
+    if held:
+        return [finding(f"processes are left as {held}", "DEVICE:LEFT_LOCKED")]
+    wrong = {pid: told for pid, told in seen.answers.items() if told != "right"}
+    if wrong:
+        return [finding(f"processes run on without their memory: {wrong}", "DEVICE:MEMORY_LOST")]
+    if failure.fate is not (Fate.RUNNING if alive else Fate.KILLED):
+        return [finding(f"{len(alive)} processes are alive, told as {failure.fate}", "DEVICE:FATE_UNTRUE")]
+    return []
+
+
+def check_hang(seen: DeviceObservation, verb: str) -> list[Finding]:
+    """Check that a call that never returns ended as a hang of its verb, and that nothing is left of it.
+
+    Findings: ``DEVICE:HANG_HIDDEN``, ``DEVICE:HELPER_LEFT``.
+    """
+    failure = seen.failure
+    if failure is None or failure.signature.code != HANG or seen.at != verb:
+        told = failure.signature if failure else seen.error or "a success"
+        return [finding(f"a call of {verb} that never returned was told as {told}", "DEVICE:HANG_HIDDEN")]
+    if failure.outcome is not Outcome.HANG:
+        return [finding(f"a hang has the outcome {failure.outcome}", "DEVICE:HANG_HIDDEN")]
+    if seen.helpers:
+        return [finding(f"{seen.helpers} helper processes are left", "DEVICE:HELPER_LEFT")]
+    return []
+
+
+def check_context_free(seen: DeviceObservation) -> list[Finding]:
+    """Check that a process without a context was left alone, named, and no failure.
+
+    Findings: ``DEVICE:NOT_LEFT_ALONE``, ``DEVICE:UNNAMED``.
+    """
+    touched = sorted({call["pid"] for call in seen.order} & set(seen.context_free))
+    if seen.error is not None or touched:
+        return [
+            finding(
+                f"a process without a context was called ({touched}) or failed the cycle: {seen.error}",
+                "DEVICE:NOT_LEFT_ALONE",
+            )
+        ]
+    named = seen.results["lock"].details.get("without_context", {})
+    missing = [pid for pid in seen.context_free if pid not in named]
+    if missing:
+        return [finding(f"nothing says that {missing} were left alone", "DEVICE:UNNAMED")]
+    return []
