@@ -30,6 +30,11 @@ MARKERS = (
     "spoils_engine: leaves the engine unusable for cases that need its RPC in step",
     "takes_spoiled_engine: can do with an engine that was spoiled",
     "ends_engine: ends the engine that it is given",
+    "gpu: runs on at least one GPU",
+    "multigpu: runs on at least two GPUs; `-m multigpu` without a target picks the targets for GPUs",
+    "world_size(n): runs an engine of n ranks",
+    "multicast: needs NVLink multicast",
+    "criu: needs CRIU",
 )
 
 _SESSION: pytest.StashKey[ConformanceSession] = pytest.StashKey()
@@ -129,12 +134,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.definition.get_closest_marker("clause") is None:
         return
     session = conformance(metafunc.config)
+    from nvsnap_conformance.session.marks import marks_of  # noqa: PLC0415 - the plugin stays light
+
+    clauses = [str(word) for mark in metafunc.definition.iter_markers("clause") for word in mark.args]
+    known = [name for name in clauses if name in session.selection.registry.clauses]
     for name, arms in (
         ("arm", session.selection.engine_arms),
         ("host_arm", session.selection.host_arms),
     ):
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, arms(), ids=lambda arm: arm.id, indirect=True, scope="session")
+            values = [
+                pytest.param(arm, id=arm.id, marks=marks_of(arm, known, session.selection.registry))
+                for arm in arms()
+            ]
+            metafunc.parametrize(name, values, indirect=True, scope="session")
 
 
 @pytest.hookimpl(trylast=True)

@@ -26,6 +26,7 @@ from nvsnap_conformance.engines.namespaces import isolation_gap
 from nvsnap_conformance.engines.process import EngineProcess
 from nvsnap_conformance.engines.recipes import load_recipes
 from nvsnap_conformance.errors import EnvironmentFailure, NvsnapError
+from nvsnap_conformance.gpus import REFUSED_DRIVERS, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -105,7 +106,8 @@ def _namespaces() -> Capability:
     how = "run as root with the capabilities SYS_ADMIN, NET_ADMIN and SYS_PTRACE (docker run --privileged)"
     gap = isolation_gap()
     if gap:
-        return Capability("namespaces", present=False, why_not=f"missing rights: {gap}", how_to_get=how)
+        why = f"missing rights: {gap}" if gap.startswith("CAP_") else gap
+        return Capability("namespaces", present=False, why_not=why, how_to_get=how)
     with tempfile.TemporaryDirectory(prefix="nvsnap-probe-") as folder:
         try:
             argv = [sys.executable, "-I", "-S", "-c", "input()"]
@@ -174,7 +176,7 @@ def _gpus() -> list[Capability]:
         gpus = Capability("gpus", present=False, why_not=why, how_to_get=driver_how)
         others = ("driver", "peer-access", "multicast", "cuda-checkpoint")
         return [gpus, *(replace(gpus, name=name, why_not="there is no GPU") for name in others)]
-    version = _driver_version()
+    version = visible().driver
     several, alone = len(names) > 1, "there is one GPU only"
     pairs = seen["blind"]
     off = [f"{name}={value}" for name, value in MULTICAST_SWITCHES.items() if os.environ.get(name) == value]
@@ -205,30 +207,28 @@ def _gpus() -> list[Capability]:
             why_not=no_multicast,
             how_to_get="use GPUs behind an NVSwitch, and leave those variables unset",
         ),
-        Capability(
-            "cuda-checkpoint",
-            present=bool(seen["checkpoint"]),
-            detail="the driver has cuCheckpointProcess*",
-            why_not="the driver has no cuCheckpointProcess* calls",
-            how_to_get="install driver 570 or later",
-        ),
+        _cuda_checkpoint(version, offered=bool(seen["checkpoint"])),
     ]
 
 
-def _driver_version() -> str | None:
-    if importlib.util.find_spec("pynvml") is None:
-        return None
-    import pynvml  # noqa: PLC0415 - an optional dependency
+def _cuda_checkpoint(driver: str | None, *, offered: bool) -> Capability:
+    """Tell whether the driver's checkpoint can be used; no process is touched."""
+    if not offered:
+        why, how = "the driver has no cuCheckpointProcess* calls", "install driver 570 or later"
+    elif driver in REFUSED_DRIVERS:
+        why, how = f"driver {driver} is refused: {REFUSED_DRIVERS[driver]}", "install another driver version"
+    elif not _has_cuda_bindings():
+        why, how = "cuda-bindings is not installed beside the suite", "pip install 'nvsnap-conformance[gpu]'"
+    else:
+        return Capability("cuda-checkpoint", present=True, detail="the driver has cuCheckpointProcess*")
+    return Capability("cuda-checkpoint", present=False, why_not=why, how_to_get=how)
 
+
+def _has_cuda_bindings() -> bool:
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        version = pynvml.nvmlSystemGetDriverVersion()
-    finally:
-        pynvml.nvmlShutdown()
-    return version if isinstance(version, str) else str(version.decode())
+        return importlib.util.find_spec("cuda.bindings.driver") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _python() -> Capability:

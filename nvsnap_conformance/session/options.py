@@ -13,6 +13,7 @@ from nvsnap_conformance.errors import UsageError
 from nvsnap_conformance.mutants import Mutant, load_mutants
 from nvsnap_conformance.report.record import new_folder
 from nvsnap_conformance.session.arms import Arm, engine_arms, host_arms
+from nvsnap_conformance.session.marks import pick
 from nvsnap_conformance.targets.model import DEFAULT_TARGET, Target, load_target
 
 if TYPE_CHECKING:
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a session is about, validated before anything is started."""
+    """What a session is about, validated before anything is started.
+
+    ``host_cases`` is false where targets were picked by markers: cases that need no engine may run then, and
+    need not. ``lacks`` says what is not there for such targets.
+    """
 
     registry: Registry
     targets: tuple[Target, ...]
@@ -31,6 +36,8 @@ class Selection:
     mutants: tuple[Mutant, ...]
     out: Path
     cold: bool
+    host_cases: bool = True
+    lacks: tuple[str, ...] = ()
     clauses: dict[str, Clause] = field(default_factory=dict)
 
     def engine_arms(self) -> list[Arm]:
@@ -75,7 +82,7 @@ class Selection:
     def _all_arms(self) -> list[Arm]:
         sizes = self.sizes if self.mutants else ()
         engines = engine_arms(self.targets, sizes, self.mutants, auto_picked=self.auto_picked)
-        return [*engines, *self.host_arms()]
+        return [*engines, *(self.host_arms() if self.host_cases else [])]
 
     def _placed(self, clause: str, arm: Arm) -> bool:
         wanted = self.clauses.get(clause)
@@ -90,7 +97,11 @@ def resolve(config: pytest.Config) -> Selection:
     named = list(config.getoption("nvs_target") or [])
     if not named and os.environ.get("NVS_TARGET"):
         named = [name for name in os.environ["NVS_TARGET"].split(",") if name]
-    targets = tuple(load_target(name) for name in named or [DEFAULT_TARGET])
+    picked = None if named else pick(config.getoption("markexpr", "") or "")
+    if picked is not None:
+        targets = picked.targets
+    else:
+        targets = tuple(load_target(name) for name in named or [DEFAULT_TARGET])
     if config.getoption("nvs_inject"):
         targets = tuple(target.injected_by(config.getoption("nvs_inject")) for target in targets)
     for target in targets:
@@ -118,6 +129,8 @@ def resolve(config: pytest.Config) -> Selection:
         mutants=mutants,
         out=Path(out).resolve() if out else _default_out(config),
         cold=bool(config.getoption("nvs_cold")),
+        host_cases=picked is None,
+        lacks=picked.lacks if picked else (),
         clauses=clauses,
     )
     if not hasattr(config, "workerinput"):

@@ -88,10 +88,12 @@ class ConformanceSession:
     def header(self) -> list[str]:
         """Return the lines of the session's header."""
         chosen = self.selection
+        how = " (picked by default)" if chosen.host_cases else " (picked for GPUs)"
+        how = how if chosen.auto_picked else ""
         lines = [
             (
                 f"nvsnap-conformance {__version__}: target {', '.join(t.name for t in chosen.targets)}"
-                f"{' (picked by default)' if chosen.auto_picked else ''}, "
+                f"{how}, "
                 f"TP {sorted({arm.tensor_parallel for arm in chosen.engine_arms()})}, "
                 f"profiles {', '.join(chosen.profiles)}"
             ),
@@ -101,6 +103,7 @@ class ConformanceSession:
         ways = {target.hooks.inject.value for target in chosen.targets} - {"extension"}
         if ways:
             lines.append(f"loader by {', '.join(sorted(ways))}")
+        lines += [f"missing: {lack}" for lack in chosen.lacks]
         if chosen.mutants:
             lines.append(f"mutants: {', '.join(mutant.name for mutant in chosen.mutants)}")
         variables = sorted(name for name in os.environ if name.startswith(("NVS_", "NVSNAP_")))
@@ -132,6 +135,8 @@ class ConformanceSession:
         if arm is None or not clauses:
             return
         self.stream.emit("case-start", nodeid=item.nodeid, arm=arm.id, clauses=clauses)
+        if arm.target is not None and self.selection.lacks:
+            pytest.skip(f"missing: {'; '.join(self.selection.lacks)}")
         if arm.mutant is None:  # under a mutant each clause meant for it must see it by itself
             self._check_prerequisites(clauses, arm)
         self._check_capabilities(clauses, arm)

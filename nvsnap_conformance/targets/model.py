@@ -260,6 +260,13 @@ class Target(StrictModel):
         changed._file = self.file  # noqa: SLF001 - pydantic's private attribute of the copy made here
         return changed
 
+    def with_sizes(self, sizes: tuple[int, ...]) -> Target:
+        """Return this target with other tensor-parallel sizes."""
+        engine = self.engine.model_copy(update={"tensor_parallel": sizes})
+        changed = self.model_copy(update={"engine": engine})
+        changed._file = self.file  # noqa: SLF001 - as above
+        return changed
+
     def require_tensor_parallel(self, sizes: tuple[int, ...]) -> None:
         """Raise :class:`TargetError` for a world size that the target does not have."""
         for size in sizes:

@@ -1,0 +1,199 @@
+"""The device layer: rounds over real helper processes against the stand-in driver, and inside a lifecycle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from nvsnap_conformance.checkpoint import stand_in_driver
+from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
+from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper
+from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
+from nvsnap_conformance.checkpoint.device_ranks import DeviceRanks
+from nvsnap_conformance.deadline import Deadline, wait_for
+from nvsnap_conformance.engines.protocol import HooksSpec, Rank, RankReply
+from nvsnap_conformance.errors import EnvironmentFailure, UsageError
+from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+from nvsnap_conformance.lifecycle.observe import CycleObservation, check_completed
+from nvsnap_conformance.lifecycle.oracle import Answers
+from nvsnap_conformance.lifecycle.trace import check_order
+from nvsnap_conformance.outcomes import Outcome
+from nvsnap_conformance.processes import ProcessId
+
+if TYPE_CHECKING:
+    from nvsnap_conformance.checkpoint.protocol import CheckpointResult
+
+STAND_IN = Path(stand_in_driver.__file__)
+
+
+def deadline(seconds: float = 30.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def test_a_verb_out_of_turn_is_refused_before_anything_is_called() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        device = CudaDriverCheckpointer(driver=STAND_IN)
+        with pytest.raises(UsageError, match="none were locked"):
+            device.checkpoint(ranks.pids, deadline())
+        device.lock(ranks.pids, deadline())
+        with pytest.raises(UsageError, match="give every verb the processes"):
+            device.checkpoint(ranks.pids[:1], deadline())
+        assert device.abandon() is Fate.RUNNING
+        assert device.abandon() is None
+
+
+def test_processes_without_any_context_are_refused() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        device = CudaDriverCheckpointer(driver=STAND_IN)
+        with pytest.raises(EnvironmentFailure, match="no process of the engine has a CUDA context"):
+            device.lock(ranks.context_free, deadline())
+
+
+def test_without_cuda_bindings_or_driver_the_error_says_so(tmp_path: Path) -> None:
+    broken = tmp_path / "driver.py"
+    broken.write_text("raise ImportError('No module named cuda')")
+    with DeviceRanks("stand-in") as ranks:
+        with pytest.raises(EnvironmentFailure, match="No module named cuda") as caught:
+            CudaDriverCheckpointer(driver=broken).lock(ranks.pids, deadline())
+        assert "nvsnap-conformance[gpu]" in caught.value.next_step
+        no_gpu = tmp_path / "no_gpu.py"
+        no_gpu.write_text(
+            STAND_IN.read_text().replace(
+                "return (CUresult.CUDA_SUCCESS,)", "return (CUresult.CUDA_ERROR_INVALID_VALUE,)", 1
+            )
+        )
+        with pytest.raises(EnvironmentFailure, match="CUDA_ERROR_INVALID_VALUE"):
+            CudaDriverCheckpointer(driver=no_gpu).lock(ranks.pids, deadline())
+
+
+def test_a_helper_that_dies_in_a_call_is_a_failure_of_that_process(tmp_path: Path) -> None:
+    dying = tmp_path / "driver.py"
+    dying.write_text(
+        STAND_IN.read_text().replace(
+            "    fault = _fault(pid, verb)\n    if fault",
+            '    if verb == "checkpoint":\n        os._exit(9)\n    fault = _fault(pid, verb)\n    if fault',
+            1,
+        )
+    )
+    with DeviceRanks("stand-in") as ranks:
+        device = CudaDriverCheckpointer(driver=dying)
+        device.lock(ranks.pids, deadline())
+        with pytest.raises(DeviceFailure) as caught:
+            device.checkpoint(ranks.pids, deadline())
+    assert str(caught.value.signature) == "CUDA:HELPER@checkpoint"
+    assert caught.value.fate is Fate.RUNNING
+
+
+def test_processes_that_do_not_come_back_end_the_engine() -> None:
+    with DeviceRanks("stand-in", 3) as ranks:
+        device = CudaDriverCheckpointer(driver=STAND_IN)
+        first, second, other = ranks.pids
+        device.lock([first, second], deadline())
+        device.checkpoint([first, second], deadline())
+        with pytest.raises(DeviceFailure, match="2 processes were checkpointed, 1 came back") as caught:
+            device.restore([first, other], deadline())
+    assert str(caught.value.signature) == "CUDA:LOST@restore"
+
+
+def test_the_restore_threads_are_told() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        device = CudaDriverCheckpointer(driver=STAND_IN)
+        device.lock(ranks.pids, deadline())
+        told = device.checkpoint(ranks.pids, deadline()).details
+        assert told["restore_threads"] == {pid: pid for pid in ranks.pids}
+        assert device.abandon() is Fate.RUNNING
+
+
+def test_a_helper_ends_with_its_input() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        helper = Helper(ranks.pids[0], STAND_IN)
+        helper.ready(deadline())
+        assert helper.usable
+        helper._stdin.close()
+        wait_for("the helper's end", lambda: not helper.usable, deadline(), interval=0.01)
+        helper.close()
+
+
+# Inside a lifecycle --------------------------------------------------------------------------------
+
+
+class Engine:
+    """As much of an engine as the orchestrator asks for, over :class:`DeviceRanks`."""
+
+    def __init__(self, ranks: DeviceRanks) -> None:
+        self._ranks = ranks
+        self.config = SimpleNamespace(tensor_parallel=2)
+        members = [found for pid in [*ranks.pids, *ranks.context_free] if (found := ProcessId.of(pid))]
+        self.process = SimpleNamespace(
+            tree=lambda: members, namespace_pid=lambda process: process.pid, clock_offset=0.0
+        )
+
+    def ranks(self, _deadline: Deadline) -> list[Rank]:
+        return [
+            Rank(rank, found, None, "rpc")
+            for rank, pid in enumerate(self._ranks.pids)
+            if (found := ProcessId.of(pid))
+        ]
+
+    def rpc(self, _method: str, **_arguments: Any) -> list[RankReply]:
+        return [RankReply(rank, "n", "n", value={"state": "ok"}) for rank in (0, 1)]
+
+    def quiesce(self, _deadline: Deadline) -> None:
+        pass
+
+    def resume(self, _deadline: Deadline) -> None:
+        pass
+
+
+class BrokenHost:
+    name = "broken"
+    replaces_processes = False
+
+    def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
+        raise EnvironmentFailure("the disk is full")
+
+
+def orchestrate(ranks: DeviceRanks, tmp_path: Path, host: Any = None) -> LifecycleDriver:
+    device = CudaDriverCheckpointer(driver=STAND_IN)
+    driver = LifecycleDriver(Engine(ranks), HooksSpec(), host, tmp_path, device=device)  # type: ignore[arg-type]
+    driver.run(Variant.FULL, deadline(60.0))
+    return driver
+
+
+def test_the_lifecycle_records_each_rank_s_calls_in_order(tmp_path: Path) -> None:
+    with DeviceRanks("stand-in") as ranks:
+        record = orchestrate(ranks, tmp_path).record
+        assert record.failure is None
+        assert check_order(record.events, ranks=2) == []
+        verbs = [event.verb.value for event in record.events if event.rank == 1]
+        assert verbs == ["prepare", "lock", "checkpoint", "restore", "unlock", "rebuild"]
+        told = record.as_json()["device"]
+        assert set(told) == {"lock", "checkpoint", "restore", "unlock"}
+        assert list(told["lock"]["without_context"]) == ranks.context_free
+
+
+def test_a_failure_ends_the_cycle_with_the_driver_s_signature(tmp_path: Path) -> None:
+    with DeviceRanks("stand-in", faults={(1, "restore"): "LOST"}) as ranks:
+        driver = orchestrate(ranks, tmp_path)
+        failure = driver.record.failure
+        assert failure is not None
+        assert (str(failure.signature), failure.outcome) == ("CUDA:801@restore", Outcome.FAILED)
+        assert driver.record.failed_calls
+        seen = CycleObservation(driver.record, False, Answers(()), {}, [])
+        (found,) = check_completed(seen)
+        assert str(found.signature) == "CUDA:801@restore"
+        assert "was killed" in found.message
+        assert not any(left.alive for pid in ranks.pids if (left := ProcessId.of(pid)))
+
+
+def test_a_failure_of_the_host_layer_unlocks_the_ranks(tmp_path: Path) -> None:
+    with DeviceRanks("stand-in") as ranks:
+        driver = orchestrate(ranks, tmp_path, BrokenHost())
+        assert driver.record.failure is not None
+        assert driver.record.failure.verb == "dump"
+        seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
+        assert seen.error is None  # they were running, with their memory
+        assert set(seen.answers.values()) == {"right"}
