@@ -300,6 +300,33 @@ def test_target_args_and_env_win(tmp_path: Path) -> None:
     assert env["PYTHONPATH"] == f"/alias:{injection.INJECT}:/of/target"
 
 
+def test_an_engine_on_gpus_has_settings_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("NVSHMEM_DISABLE_NVLS", "1")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    config = LaunchConfig(
+        python=Path(sys.executable),
+        model=tmp_path,
+        tensor_parallel=2,
+        workdir=tmp_path,
+        args=("--no-enforce-eager", "--kv-cache-memory-bytes", "1024"),
+        env={"CUDA_VISIBLE_DEVICES": "0,1", "PYTHONPATH": "/engine/site"},
+        processor="cuda",
+    )
+    words = vllm_launch.command(config, 8000)
+    assert words[words.index("--dtype") + 1] == "bfloat16"
+    assert "--no-enable-prefix-caching" in words
+    assert "--enforce-eager" not in words
+    assert words.count("--kv-cache-memory-bytes") == 1
+    env = vllm_launch.environment(config)
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert env["PYTHONPATH"].endswith(":/engine/site")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in env
+    # Switches of multicast that the caller has set reach the engine.
+    assert {env[name] for name in ("NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")} == {"1"}
+    assert env["NCCL_NVLS_ENABLE"] == "0"
+
+
 def test_callers_shell_does_not_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/caller")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
