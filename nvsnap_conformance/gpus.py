@@ -6,6 +6,7 @@ first pid namespace has them, which need not be the suite's own; so nothing here
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from contextlib import ExitStack, contextmanager, suppress
@@ -228,13 +229,18 @@ def require_driver(version: str | None) -> None:
 
 @dataclass
 class Lease:
-    """GPUs that are this run's until :meth:`release`, or until the process that holds them ends."""
+    """GPUs that are this run's until :meth:`release`, or until the process that holds them ends.
+
+    ``baseline`` is the memory in use on each when it was taken, in bytes by UUID; ``blind`` the pairs of
+    UUIDs of which one does not read the other's memory.
+    """
 
     gpus: tuple[Gpu, ...]
     baseline: dict[str, int]
     _locks: list[FileLock] = field(repr=False)
     _folder: Path = field(repr=False)
     _module: Any | None = field(repr=False, default=None)
+    blind: tuple[tuple[str, str], ...] = ()
 
     @property
     def setting(self) -> str:
@@ -318,6 +324,8 @@ def lease(count: int, deadline: Deadline, *, module: Any | None = None, folder: 
                     continue
                 taken.append((gpu, lock, used))
             if len(taken) == count:
+                pairs = itertools.combinations([gpu for gpu, _, _ in taken], 2)
+                blind = tuple((one.uuid, other.uuid) for one, other in pairs if not nvml.peers(one, other))
                 undo.pop_all()
                 return Lease(
                     tuple(gpu for gpu, _, _ in taken),
@@ -325,6 +333,7 @@ def lease(count: int, deadline: Deadline, *, module: Any | None = None, folder: 
                     [lock for _, lock, _ in taken],
                     place,
                     module,
+                    blind,
                 )
             if len(taken) + held < count:
                 raise EnvironmentFailure(

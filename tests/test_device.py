@@ -182,6 +182,8 @@ def test_a_failure_ends_the_cycle_with_the_driver_s_signature(tmp_path: Path) ->
         assert failure is not None
         assert (str(failure.signature), failure.outcome) == ("CUDA:801@restore", Outcome.FAILED)
         assert driver.record.failed_calls
+        told = {event.rank: event.ok for event in driver.record.events if event.verb == "restore"}
+        assert told == {0: True, 1: False}
         seen = CycleObservation(driver.record, False, Answers(()), {}, [])
         (found,) = check_completed(seen)
         assert str(found.signature) == "CUDA:801@restore"

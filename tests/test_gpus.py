@@ -86,6 +86,7 @@ def test_leases_do_not_overlap_and_say_what_the_engine_gets(nvml: StandInNvml, t
     first, second = take(nvml, 2, tmp_path), take(nvml, 1, tmp_path)
     assert [gpu.uuid for gpu in first.gpus] == [ONE, TWO]
     assert (first.setting, second.setting) == ("0,1", "2")
+    assert first.blind == ()
     assert first.release() == []
     third = take(nvml, 1, tmp_path)
     assert third.setting == "0"
@@ -98,6 +99,13 @@ def test_a_mig_instance_is_given_by_its_name(
     monkeypatch.setenv(gpus.VISIBLE, "MIG-one")
     held = take(nvml, 1, tmp_path)
     assert held.setting == "MIG-one"
+    held.release()
+
+
+def test_a_lease_says_which_gpus_do_not_see_each_other(nvml: StandInNvml, tmp_path: Path) -> None:
+    nvml.device(TWO).blind_to.add(THREE)
+    held = take(nvml, 3, tmp_path)
+    assert held.blind == ((TWO, THREE),)
     held.release()
 
 

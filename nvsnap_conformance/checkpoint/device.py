@@ -91,6 +91,7 @@ class RoundsCheckpointer(ABC):
         self._given: list[ProcessId] = []
         self._calls: list[dict[str, Any]] = []
         self._failed_calls: set[tuple[int, str]] = set()
+        self._undoing = False
 
     # What a layer brings --------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class RoundsCheckpointer(ABC):
     def call(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
         """Make one call on all ``pids``, and keep the replies for the record."""
         replies = self.make_calls(verb, pids, deadline)
-        self._calls += [reply.as_json() for reply in replies.values()]
+        self._calls += [{**reply.as_json(), "roll_back": self._undoing} for reply in replies.values()]
         return replies
 
     def problem(self, verb: str, reply: Reply) -> tuple[str, str] | None:
@@ -270,7 +271,11 @@ class RoundsCheckpointer(ABC):
         A verb that has failed on a process already is not tried on it again. A process that never took part
         is killed with the others, being of the same engine.
         """
-        return Fate.RUNNING if self._undo(Deadline.after(ROLL_BACK_SECONDS)) else self.kill()
+        self._undoing = True
+        try:
+            return Fate.RUNNING if self._undo(Deadline.after(ROLL_BACK_SECONDS)) else self.kill()
+        finally:
+            self._undoing = False
 
     def _undo(self, deadline: Deadline) -> bool:
         states = self.read_states(self._taking_part, deadline)

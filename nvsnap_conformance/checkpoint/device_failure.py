@@ -33,7 +33,7 @@ class DeviceFailure(NvsnapError):  # noqa: N818 - as CriuFailure, an observation
     one of a program, with the further codes ``HANG`` (no answer before the deadline), ``STATE`` (success, and
     another state than that success means), ``LOST`` (a process that took part has no state any more),
     ``HELPER`` (the helper process died) and ``START`` (nothing could be started to make the call). ``calls``
-    are all calls made, those of the roll-back included.
+    are all calls made, those of the roll-back (``roll_back``) included.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from nvsnap_conformance.checkpoint.device import AFTER
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
 from nvsnap_conformance.checkpoint.freeze import read_states
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
@@ -215,10 +216,11 @@ class LifecycleDriver:
                 result = call(pids, deadline.sooner(DEVICE_SECONDS))
             except DeviceFailure as failure:
                 self.record.failed_calls = failure.calls
-                self._device_events(verb, [c for c in failure.calls if c["verb"] == verb.value], ok=False)
+                told = [call for call in failure.calls if not call.get("roll_back")]
+                self._device_events(verb, [call for call in told if call.get("verb") == verb.value])
                 raise
             self.record.checkpoints[verb] = result
-            self._device_events(verb, result.details["calls"], ok=True)
+            self._device_events(verb, result.details["calls"])
 
     def _device_pids(self, verb: Verb, deadline: Deadline) -> list[int]:
         """Return the pids of the engine's processes, and know those of the ranks.
@@ -236,9 +238,10 @@ class LifecycleDriver:
             self._pids = {pid: rank for rank, pid in found.items() if pid is not None}
         return [member.pid for member in process.tree()]
 
-    def _device_events(self, verb: Verb, calls: Sequence[dict[str, Any]], *, ok: bool) -> None:
+    def _device_events(self, verb: Verb, calls: Sequence[dict[str, Any]]) -> None:
         for call in calls:
             rank = self._pids.get(call["pid"])
+            ok = call.get("code", 0) == 0 and call.get("state", AFTER[verb.value]) == AFTER[verb.value]
             if rank is not None:  # a front or a core with a context of its own is no rank
                 self.record.events.append(Event(verb, rank, call["began"], call["ended"], ok))
 

@@ -202,7 +202,14 @@ class EnginePool:
         if target.engine.processor != "cuda":
             return None
         held = lease(size, Deadline.after(LEASE_SECONDS))
-        self._progress(f"{label} GPUs {', '.join(gpu.uuid for gpu in held.gpus)}")
+        blind = f", no peer access between {held.blind}" if held.blind else ""
+        self._progress(f"{label} GPUs {', '.join(gpu.uuid for gpu in held.gpus)}{blind}")
+        self._stream.emit(
+            "gpus",
+            gpus=[[gpu.uuid, gpu.name, gpu.memory] for gpu in held.gpus],
+            used=held.baseline,
+            blind=held.blind,
+        )
         return held
 
     def _give_back(self, held: Lease | None) -> None:
