@@ -251,7 +251,9 @@ def _torch_cpu() -> Capability:
     """Ask pip whether the torch build that the recipes demand can be found."""
     wanted = [recipe.torch.version for recipe in load_recipes() if recipe.torch]
     with _some_pip() as pip:
-        ask = ["index", "versions", "torch", "--pre", "--disable-pip-version-check"]
+        # Without retries: a machine without network is no error here, and must not wait for one.
+        quick = ["--retries", "0", "--timeout", "15", "--disable-pip-version-check"]
+        ask = ["index", "versions", "torch", "--pre", *quick]
         answer = _run([pip, "-m", "pip", *ask], seconds=_PIP_SECONDS)
     offered = re.findall(r"[^\s,()]+", answer.stdout)
     missing = [version for version in wanted if version not in offered]
