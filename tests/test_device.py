@@ -24,6 +24,8 @@ from nvsnap_conformance.outcomes import Outcome
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 
 STAND_IN = Path(stand_in_driver.__file__)
@@ -96,6 +98,23 @@ def test_processes_that_do_not_come_back_end_the_engine() -> None:
         with pytest.raises(DeviceFailure, match="2 processes were checkpointed, 1 came back") as caught:
             device.restore([first, other], deadline())
     assert str(caught.value.signature) == "CUDA:LOST@restore"
+
+
+def test_a_roll_back_waits_for_a_driver_that_is_still_at_work() -> None:
+    class StillAtWork(CudaDriverCheckpointer):
+        looks = 0
+
+        def read_states(self, pids: Sequence[int], deadline: Deadline) -> dict[int, str | None]:
+            states = super().read_states(pids, deadline)
+            self.looks += 1
+            return {**states, pids[0]: "CHECKPOINTING"} if self.looks < 4 else states
+
+    with DeviceRanks("stand-in", faults={(0, "checkpoint"): "CUDA_ERROR_NOT_SUPPORTED"}) as ranks:
+        device = StillAtWork(driver=STAND_IN)
+        seen = ranks.cycle(device)
+    assert device.looks >= 4
+    assert seen.failure is not None
+    assert seen.failure.fate is Fate.RUNNING
 
 
 def test_the_restore_threads_are_told() -> None:

@@ -91,7 +91,7 @@ class Helper:
             self.kill()
             raise EnvironmentFailure(
                 f"the driver's checkpoint calls cannot be made: {told}",
-                cause="cuda-bindings is not installed beside the suite, or the driver sees no GPU",
+                cause="cuda-bindings is not installed beside the suite, or there is no driver or GPU here",
                 next_step="pip install 'nvsnap-conformance[gpu]'; see `nvsnap-conformance doctor`",
             )
         self._ready = True

@@ -18,8 +18,15 @@ import threading
 import time
 from typing import Any
 
-STATES = {0: "RUNNING", 1: "LOCKED", 2: "CHECKPOINTED", 3: "FAILED"}
-"""cuda.h: CUprocessState, without its prefix ``CU_PROCESS_STATE_``."""
+STATES = {
+    0: "RUNNING",
+    1: "LOCKED",
+    2: "CHECKPOINTED",
+    3: "FAILED",
+    4: "CHECKPOINTING",
+    5: "RESTORING",
+}
+"""cuda.h: CUprocessState, without its prefix ``CU_PROCESS_STATE_``; the last two came with CUDA 13."""
 
 NO_DRIVER = 3
 """Exit status where cuda-bindings, or the driver behind it, is not there."""

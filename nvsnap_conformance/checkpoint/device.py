@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from signal import SIGKILL
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ RUNNING, LOCKED, CHECKPOINTED = "RUNNING", "LOCKED", "CHECKPOINTED"
 
 AFTER = {"lock": LOCKED, "checkpoint": CHECKPOINTED, "restore": LOCKED, "unlock": RUNNING}
 """The state that each verb leads to (cuda.h, CUprocessState)."""
+
+PASSING = frozenset({"CHECKPOINTING", "RESTORING"})
+"""States that a process leaves by itself: the driver is at work, also where nobody waits for it any more."""
 
 NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED: the process has not initialised CUDA, so there is nothing to take away."""
@@ -278,7 +282,7 @@ class RoundsCheckpointer(ABC):
             self._undoing = False
 
     def _undo(self, deadline: Deadline) -> bool:
-        states = self.read_states(self._taking_part, deadline)
+        states = self._settled(deadline.reserve(0.5))
         known = {RUNNING, LOCKED, CHECKPOINTED}
         # All of them are restored before any is unlocked, here too.
         for state, verb in ((CHECKPOINTED, "restore"), (LOCKED, "unlock")):
@@ -289,8 +293,21 @@ class RoundsCheckpointer(ABC):
                 if any((pid, verb) in self._failed_calls for pid in pids):
                     return False
                 self.call(verb, pids, deadline.reserve(0.5))
-                states = self.read_states(self._taking_part, deadline)
+                states = self._settled(deadline.reserve(0.5))
         return set(states.values()) == {RUNNING}
+
+    def _settled(self, deadline: Deadline) -> Mapping[int, str | None]:
+        """Read the states once none is one that passes by itself, or the deadline has."""
+        latest: Mapping[int, str | None] = {}
+
+        def settled() -> bool:
+            nonlocal latest
+            latest = self.read_states(self._taking_part, deadline)
+            return not PASSING & set(latest.values())
+
+        with suppress(DeadlineExceeded):
+            wait_for("the driver to be done", settled, deadline, interval=0.1)
+        return latest
 
     def kill(self) -> Fate:
         """Kill every process that was given, and see that each is gone."""
