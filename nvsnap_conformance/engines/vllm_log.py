@@ -48,6 +48,16 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ("already has an attribute", "the worker has an attribute named like the loader's", "report this"),
     ("No space left on device", "a file system is full", "see `df -h` and `df -h /dev/shm`"),
     ("Cannot allocate memory", "the machine has too little memory", "see `free -h`"),
+    (
+        "Free memory on device",
+        "less of the GPU is free than --gpu-memory-utilization asks for",
+        "see `nvidia-smi`: something else is on the GPU",
+    ),
+    (
+        "no kernel image is available",
+        "the engine was built for GPUs of another compute capability",
+        "name an interpreter with a build for this one",
+    ),
 )
 
 
