@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "compare": (
+        "nvsnap_conformance.commands.compare:compare",
+        "Compare two records, or one with expectations.",
+    ),
+    "experiment": (
+        "nvsnap_conformance.commands.experiment:experiment",
+        "Answer a question by comparing arms.",
+    ),
     "inspect": ("nvsnap_conformance.hang.commands:inspect", "Judge a recorded stack bundle again."),
     "watch": ("nvsnap_conformance.hang.commands:watch", "Watch ranks, and say who hangs and why."),
     "doctor": ("nvsnap_conformance.commands.doctor:doctor", "Say what this machine can run."),

@@ -440,12 +440,13 @@ def _moved(path: Path, source: Path, target: Path) -> Path:
 _live: set[EngineProcess] = set()
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Close every engine of this process, also one that is still starting; tell of what does not go."""
     for process in list(_live):
         try:
             process.close()
         except EnvironmentFailure as failure:  # the others must be closed too
-            print(failure, file=sys.stderr)  # noqa: T201 - at interpreter exit there is nobody else to tell
+            print(failure, file=sys.stderr)  # noqa: T201 - there is nobody else to tell
 
 
-atexit.register(_close_all)
+atexit.register(close_all)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from nvsnap_conformance.experiments.record import ExperimentRecord
 from nvsnap_conformance.outcomes import Outcome
 
 
@@ -87,3 +88,6 @@ class RunRecord(_Part):
     degraded: list[str]
     verdict: str
     exit_code: int | None
+    experiment: ExperimentRecord | None = Field(
+        default=None, description="the arms of `experiment`; such a record has no clauses"
+    )

@@ -69,10 +69,14 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 def write_results(folder: Path, record: RunRecord) -> Path:
     """Replace ``results.json`` in ``folder`` atomically and return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "results.json"
-    draft = folder / f".results.json.{os.getpid()}"
-    draft.write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    return write_whole(folder / "results.json", record.model_dump_json(indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Replace ``path`` atomically, with mode 0600, and return it; its folder is made where need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
     draft.chmod(0o600)
     draft.replace(path)
     return path

@@ -164,7 +164,7 @@ class EnginePool:
 
         try:
             start = bring_up(
-                _adapter(target.engine.adapter)(on_progress=say),
+                adapter(target.engine.adapter)(on_progress=say),
                 config,
                 cold=self._selection.cold,
                 seconds=START_SECONDS,
@@ -268,7 +268,8 @@ def resources_by_rank(replies: list[RankReply]) -> dict[int, dict[str, Any]]:
     }
 
 
-def _adapter(name: str) -> Callable[..., Any]:
+def adapter(name: str) -> Callable[..., Any]:
+    """Return the factory of an engine adapter; raise :class:`TargetError` for a name that has none."""
     try:
         module, _, attribute = ADAPTERS[name].partition(":")
     except KeyError:
