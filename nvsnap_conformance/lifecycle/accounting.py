@@ -14,8 +14,8 @@ from nvsnap_conformance.outcomes import Finding, finding
 if TYPE_CHECKING:
     from nvsnap_conformance.engines.protocol import RankReply
 
-PREPARE_OUTCOMES = frozenset({"released", "absent", "unsupported", "failed"})
-RESTORE_OUTCOMES = frozenset({"rebuilt", "deferred", "absent", "unsupported", "failed"})
+PREPARE_OUTCOMES = frozenset({"released", "absent", "unsupported", "kept", "failed"})
+RESTORE_OUTCOMES = frozenset({"rebuilt", "deferred", "absent", "unsupported", "kept", "failed"})
 
 
 def check_every_rank(replies: list[RankReply], *, ranks: int, verb: str) -> list[Finding]:
@@ -138,14 +138,22 @@ def check_released(prepare: list[RankReply], prepared: list[RankReply]) -> list[
     return found
 
 
-def check_rebuilt(before: list[RankReply], after: list[RankReply]) -> list[Finding]:
+def check_rebuilt(
+    before: list[RankReply], after: list[RankReply], rebuild: list[RankReply] | None = None
+) -> list[Finding]:
     """Check that each rank holds after restore what it held before prepare, no less and no more.
+
+    What ``rebuild``, the reply to restore, calls deferred may be missing: captured graphs come later.
 
     Findings: ``RESTORE:MISSING``, ``RESTORE:LEAKED``, ``RESTORE:STALE_HANDLE`` (a group that was destroyed is
     still held, or a workspace is over one), ``REPORT:UNOBSERVED``.
     """
     found: list[Finding] = []
     now = {reply.rank: inventory_of(reply) for reply in after if isinstance(reply.value, dict)}
+    deferred = {
+        reply.rank: {n for n, entry in entries_of(reply).items() if entry.get("outcome") == "deferred"}
+        for reply in rebuild or []
+    }
     if not before:
         return [finding("the observer saw no rank before prepare", "REPORT:UNOBSERVED")]
     for reply in before:
@@ -157,7 +165,7 @@ def check_rebuilt(before: list[RankReply], after: list[RankReply]) -> list[Findi
         old, new = set(inventory_of(reply)), set(now[reply.rank])
         found += [
             _misreport(reply, name, "was held before prepare and is not after restore", "RESTORE:MISSING")
-            for name in sorted(old - new)
+            for name in sorted(old - new - deferred.get(reply.rank, set()))
         ]
         for name in sorted(new):
             was_stale = name in old and _stale(inventory_of(reply)[name])
@@ -187,7 +195,7 @@ def check_reports(prepare: list[RankReply], rebuild: list[RankReply], *, ranks: 
 
 
 def check_accounted(prepare: list[RankReply], prepared: list[RankReply]) -> list[Finding]:
-    """Check that after a prepare without an error nothing is live but what it calls unsupported.
+    """Check that after a prepare without an error nothing is live but what it calls unsupported or kept.
 
     Findings: ``RELEASE:UNACCOUNTED``, ``REPORT:UNOBSERVED``. Teardown of some kinds behind a plain success is
     what vLLM's own hooks do, and what cost a restore on real GPUs: a FlashInfer workspace left alone makes
@@ -207,7 +215,7 @@ def check_accounted(prepare: list[RankReply], prepared: list[RankReply]) -> list
         left = [
             name
             for name in seen[reply.rank]
-            if entries.get(name, {}).get("outcome") not in ("unsupported", "failed", "released")
+            if entries.get(name, {}).get("outcome") not in ("unsupported", "kept", "failed", "released")
         ]
         if left:
             found.append(

@@ -68,6 +68,6 @@ def test_restore_brings_everything_back(cycle: CycleObservation) -> None:
     before, after = record.snapshots.get("before", []), record.snapshots.get("after", [])
     require(
         check_completed(cycle)
-        + accounting.check_rebuilt(before, after)
+        + accounting.check_rebuilt(before, after, record.replies.get(Verb.REBUILD, []))
         + accounting.check_fresh(record.replies.get(Verb.PREPARE, []), before, after)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from nvsnap_hooks import flashinfer
+from nvsnap_hooks.graphs import Graphs
 from nvsnap_hooks.reference import ReferenceHooks
 from nvsnap_hooks.resources import Absent, DefaultGroup, Group, StillHeld, Unsupported
 
@@ -21,7 +22,7 @@ class GroupsBeforeGraphs(ReferenceHooks):
 
     def release_order(self, resources: list[Any]) -> list[Any]:
         """Put the graphs last."""
-        return sorted(resources, key=lambda resource: isinstance(resource, flashinfer.Graphs))
+        return sorted(resources, key=lambda resource: isinstance(resource, Graphs))
 
 
 class UnsortedGroups(ReferenceHooks):
@@ -75,8 +76,8 @@ class GraphsCalledAbsent(ReferenceHooks):
 
     def inventory(self) -> list[Any]:
         """See no graph."""
-        none = Absent(flashinfer.Graphs.name, flashinfer.Graphs.kind, "none was found")
-        return [none if isinstance(found, flashinfer.Graphs) else found for found in super().inventory()]
+        none = Absent(Graphs.name, Graphs.kind, "none was found")
+        return [none if isinstance(found, Graphs) else found for found in super().inventory()]
 
 
 class All2AllSkipped(ReferenceHooks):

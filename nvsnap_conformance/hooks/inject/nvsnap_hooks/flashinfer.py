@@ -1,4 +1,4 @@
-"""FlashInfer's all-reduce workspaces and captured CUDA graphs, as vLLM holds them.
+"""FlashInfer's all-reduce workspaces, as vLLM holds them.
 
 A workspace keeps its addresses while its memory is given back: ``checkpoint_prepare()`` and
 ``checkpoint_restore(comm_backend)`` of flashinfer 0.6.15 and later (PR 3745). vLLM keeps up to two of them in
@@ -12,15 +12,10 @@ import sys
 from typing import Any
 
 from nvsnap_hooks.holders import Holder
-from nvsnap_hooks.resources import Context, Deferred, StillHeld, Unsupported
+from nvsnap_hooks.resources import Context, StillHeld, Unsupported
 
 MODULE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 SLOTS = {"flashinfer/normal": "_fi_ar_workspace", "flashinfer/quant": "_fi_ar_quant_workspace"}
-
-GRAPH_WRAPPERS = (
-    ("vllm.compilation.cuda_graph", "CUDAGraphWrapper"),
-    ("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphWrapper"),
-)
 
 
 def memories(workspace: Any) -> list[Any]:
@@ -82,8 +77,18 @@ class Workspace:
         """Return whether its memory is mapped."""
         return mapped(self._workspace)
 
+    def addresses(self) -> list[int]:
+        """Return where each memory is mapped, this rank's and its peers', and its multicast address."""
+        found: list[int] = []
+        for memory in memories(self._workspace):
+            found += [int(address) for address in getattr(memory, "uc_ptrs", ())]
+            found += [int(memory.mc_ptr)] if getattr(memory, "mc_ptr", 0) else []
+        return found
+
     def release(self) -> str:
         """Give the memory back, keeping the addresses; a barrier of all ranks is part of it."""
+        if not hasattr(type(self._workspace), "checkpoint_prepare"):
+            raise Unsupported(f"{type(self._workspace).__name__} has no checkpoint_prepare")
         try:
             self._workspace.checkpoint_prepare()
         except NotImplementedError as error:
@@ -102,46 +107,3 @@ class Workspace:
 
     def _known_as(self) -> str:
         return f"; also known as {', '.join(self.aliases)}" if self.aliases else ""
-
-
-class Graphs:
-    """All captured CUDA graphs of this rank. They hold collectives, so they go before any group does."""
-
-    name = "cuda-graphs"
-    kind = "cuda-graphs"
-
-    def held(self) -> bool:
-        """Return whether any wrapper holds a captured graph."""
-        return any(graphs_of(wrapper) for _, wrapper in _wrappers())
-
-    def release(self) -> str:
-        """Drop them by the wrappers' own call."""
-        number = sum(graphs_of(wrapper) for _, wrapper in _wrappers())
-        for family in {family for family, _ in _wrappers()}:
-            family.clear_all_graphs()
-        if self.held():
-            raise StillHeld("a wrapper still holds captured graphs")
-        return f"{number} graphs"
-
-    def rebuild(self, _context: Context) -> str:
-        """Leave it to the engine: a wrapper captures again at its next call, while the engine serves."""
-        raise Deferred("captured again by the engine at their next use")
-
-
-def graphs_of(wrapper: Any) -> int:
-    """Return how many graphs a wrapper has captured."""
-    own = vars(wrapper)
-    # The two kinds of wrapper name their entries, and the graph in one, differently.
-    entries = own.get("concrete_cudagraph_entries") or own.get("entries") or {}
-    return sum(
-        getattr(entry, "cudagraph", None) is not None or getattr(entry, "capture", None) is not None
-        for entry in entries.values()
-    )
-
-
-def _wrappers() -> list[tuple[Any, Any]]:
-    found: list[tuple[Any, Any]] = []
-    for module, name in GRAPH_WRAPPERS:
-        family = getattr(sys.modules.get(module), name, None)
-        found += [(family, wrapper) for wrapper in list(getattr(family, "_all_instances", ()))]
-    return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from nvsnap_hooks import flashinfer
+from nvsnap_hooks import communicators, flashinfer, graphs
+from nvsnap_hooks.device import Device
 from nvsnap_hooks.holders import find_holders, thawed
 from nvsnap_hooks.resources import (
     Absent,
@@ -13,8 +14,10 @@ from nvsnap_hooks.resources import (
     DefaultGroup,
     Group,
     Kept,
+    Left,
     SharedMemory,
 )
+from nvsnap_hooks.teardown import Teardown
 
 WORLD = "world/default"
 
@@ -37,19 +40,25 @@ def coordinators() -> list[tuple[str, Any, tuple[str, ...]]]:
     return [(known[0], alive[key], tuple(known[1:])) for key, known in names.items()]
 
 
-def take() -> list[Any]:
+def take(worker: Any = None, teardown: Teardown | None = None) -> list[Any]:
     """Return the resources of this rank in the order in which they are released.
 
     Captured graphs go first, for they hold collectives: ``destroy_process_group`` never returns while one
     with NCCL's is there (measured on two H200). Workspaces, message queues and communicators go before the
-    groups that they use, and the default group last.
+    groups that they use, NCCL's last of them, and the default group last of all.
     """
     from torch.distributed import distributed_c10d as c10d
 
-    found: list[Any] = [*_device_wide(), *_control_queues()]
+    chosen = teardown or Teardown()
+    found: list[Any] = [*_device_wide(worker, chosen), *_control_queues()]
+    late: list[Any] = []
     groups: list[Group] = []
     for name, coordinator, aliases in coordinators():
         found += _communicator(name, coordinator)
+        if worker is not None and worker.device.type == "cuda":
+            early, own = _device_communicators(name, coordinator, worker, chosen)
+            found += early
+            late += own
         for label in ("device", "cpu"):
             group = getattr(coordinator, f"{label}_group", None)
             resource = f"{name}/{label}"
@@ -67,17 +76,29 @@ def take() -> list[Any]:
             twins = sum(other.name.startswith(name) for other in groups)
             groups.append(Group(f"{name}#{twins}" if twins else name, group, [ranks]))
     groups.append(DefaultGroup(WORLD, default, [list(range(default.size()))]))
+    if chosen.nccl == "live":
+        why = "left alive on request (teardown: nccl)"
+        return [*found, *late, *(Left(group.name, group.kind, why) for group in groups)]
     _attach_holders(groups)
-    return found + groups
+    return [*found, *late, *groups]
 
 
 def rebuild_order(resources: list[Any]) -> list[Any]:
-    """Return the resources in the order in which they come back: groups first, the default before all."""
+    """Return the resources in the order in which they come back: that of their release, turned round.
 
-    def place(resource: Any) -> tuple[int, str]:
+    Groups come first, the default one before all, then NCCL's communicators, then the others, then what uses
+    them, and captured graphs last. Within a kind they go by name, as on every other rank.
+    """
+    kinds = [*reversed(communicators.KINDS)]
+
+    def place(resource: Any) -> tuple[int, int, str]:
         if isinstance(resource, DefaultGroup):
-            return 0, resource.name
-        return (1 if isinstance(resource, Group) else 2), resource.name
+            return 0, 0, resource.name
+        if isinstance(resource, Group):
+            return 1, 0, resource.name
+        if type(resource) in kinds:
+            return 2, kinds.index(type(resource)), resource.name
+        return (4 if isinstance(resource, graphs.Graphs) else 3), 0, resource.name
 
     return sorted(resources, key=place)
 
@@ -105,7 +126,7 @@ def _communicator(name: str, coordinator: Any) -> list[Any]:
     if manager is None:
         found.append(Absent(f"{name}/all2all", "all2all-manager", "the communicator has none"))
     else:
-        found.append(Kept(f"{name}/all2all", "all2all-manager", f"{type(manager).__name__} is not known"))
+        found.append(communicators.all2all(f"{name}/all2all", manager))
     if coordinator.mq_broadcaster is None:
         found.append(Absent(f"{name}/broadcaster", Broadcaster.kind, "the coordinator has none"))
     else:
@@ -138,18 +159,41 @@ def _control_queues() -> list[Any]:
     return found
 
 
-def _device_wide() -> list[Any]:
-    graphs = flashinfer.Graphs()
-    found: list[Any] = [
-        graphs if graphs.held() else Absent(graphs.name, graphs.kind, "no graph is captured"),
-    ]
+def _device_communicators(
+    name: str, coordinator: Any, worker: Any, teardown: Teardown
+) -> tuple[list[Any], list[Any]]:
+    """Return a coordinator's communicators on CUDA: those that go first, and NCCL's."""
+    modes = {"nccl-communicator": teardown.nccl, "custom-allreduce": teardown.custom_allreduce}
+    early: list[Any] = []
+    late: list[Any] = []
+    for resource in communicators.of_coordinator(name, coordinator, Device(worker.device), modes):
+        if resource.held() and modes.get(resource.kind) == "live":
+            option = "nccl" if resource.kind == "nccl-communicator" else resource.kind
+            why = f"left alive on request (teardown: {option})"
+            resource = Left(resource.name, resource.kind, why)  # noqa: PLW2901 - what becomes of it
+        (late if resource.kind == "nccl-communicator" else early).append(resource)
+    return early, late
+
+
+def _device_wide(worker: Any, teardown: Teardown) -> list[Any]:
+    captured = graphs.Graphs(worker)
+    if not captured.held():
+        found: list[Any] = [Absent(captured.name, captured.kind, "no graph is captured")]
+    elif teardown.cuda_graphs == "kept":
+        why = "kept on request (teardown: cuda-graphs): right only where every address comes back"
+        found = [Left(captured.name, captured.kind, why)]
+    else:
+        found = [captured]
     workspaces = {
         name: flashinfer.Workspace(name, workspace, aliases)
         for name, workspace, aliases in flashinfer.held()
         if flashinfer.mapped(workspace)
     }
     for name in flashinfer.SLOTS:
-        if name in workspaces:
+        if name in workspaces and teardown.flashinfer_workspace == "live":
+            why = "left alive on request (teardown: flashinfer-workspace)"
+            found.append(Left(name, flashinfer.Workspace.kind, why))
+        elif name in workspaces:
             found.append(workspaces[name])
         elif not any(name in workspace.aliases for workspace in workspaces.values()):
             found.append(Absent(name, flashinfer.Workspace.kind, "there is none"))

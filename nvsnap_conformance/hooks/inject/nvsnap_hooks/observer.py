@@ -6,6 +6,7 @@ hooks walk the engine's own registries, so that one blind spot is not common to 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -19,6 +20,8 @@ _SHM = "/dev/shm/"  # noqa: S108 - the kernel's shared memory, not a temporary f
 _LISTEN = "0A"
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 _BATCH = 10_000
+_DEVICE_ORDINAL = 9
+"""``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``, an int."""
 
 
 class Observer:
@@ -29,13 +32,15 @@ class Observer:
         self._options = options
         self._serials: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count(1)
+        self._peers: dict[str, set[int]] = {}
 
     def snapshot(self) -> dict[str, Any]:
         """Return ``{"rank", "pid", "resources", "counts", "shm", "sockets", "fds"}``.
 
         ``resources`` maps a stable name to ``{"kind", "live", "identity", ...}``: ``identity`` is a serial
         number that a new object gets anew, so that a rebuilt resource is told from one that was never
-        released; ``ranks`` are global ranks. ``shm`` lists mapped files with their sizes in bytes.
+        released; ``ranks`` are global ranks. ``shm`` lists mapped files with their sizes in bytes. On CUDA
+        ``memory`` is the device's free and total memory in bytes.
         """
         heap = _Heap()
         segments = mapped_segments()
@@ -74,7 +79,7 @@ class Observer:
             "shm": [{"path": path, "bytes": size} for path, size in sorted(segments.items())],
             "sockets": _sockets(),
             "fds": len(list(Path("/proc/self/fd").iterdir())),
-        }
+        } | _device_memory(self._worker)
 
     def _of_coordinator(
         self, name: str, coordinator: Any, segments: dict[str, int], named: set[int]
@@ -103,8 +108,36 @@ class Observer:
         if type(queue).__name__ == "MessageQueue":
             found[f"{name}/broadcaster"] = self._object("message-queue", queue)
         manager = getattr(communicator, "all2all_manager", None)
-        if _derives(type(manager), "All2AllManagerBase"):
+        if _derives(type(manager), "All2AllManagerBase") and _exchange_is_live(manager):
             found[f"{name}/all2all"] = self._object("all2all-manager", manager)
+        return found | self._peer_memory(name, communicator)
+
+    def _peer_memory(self, name: str, communicator: Any) -> dict[str, dict[str, Any]]:
+        """Find what maps memory of peers on CUDA: communicators by what they hold, mappings by the driver."""
+        found: dict[str, dict[str, Any]] = {}
+        for kind, attribute, holds in (
+            ("nccl-communicator", "pynccl_comm", _has_nccl),
+            ("custom-allreduce", "ca_comm", _has_native),
+            ("quick-allreduce", "qr_comm", _has_native),
+            ("symmetric-memory", "symm_mem_comm", _has_buffer),
+        ):
+            thing = vars(communicator).get(attribute) if communicator is not None else None
+            if thing is not None and holds(vars(thing)):
+                found[f"{name}/{kind}"] = self._object(kind, thing)
+                if attribute == "pynccl_comm":
+                    found[f"{name}/{kind}"]["suspended"] = bool(vars(thing).get("_suspended"))
+                if attribute == "ca_comm":
+                    self._peers[name] = _peers(vars(thing))
+        held = f"{name}/custom-allreduce" in found
+        # Remembered from when it was there: closing it may leave what it mapped of its peers.
+        left = set() if held else {at for at in self._peers.get(name, ()) if _on_another_device(at)}
+        if left:
+            found[f"{name}/custom-allreduce"] = {
+                "kind": "custom-allreduce",
+                "live": True,
+                "identity": None,
+                "peers_mapped": sorted(hex(at) for at in left),
+            }
         return found
 
     def _control(self, heap: _Heap) -> dict[str, dict[str, Any]]:
@@ -127,6 +160,8 @@ class Observer:
             live = sum(bool(getattr(memory, "mapped", True)) for memory in memories)
             if live:
                 found[slot] = self._object("flashinfer-workspace", workspace) | {
+                    # One object before and after: what is given back and mapped anew is its memory.
+                    "identity": None,
                     "partial": live < len(memories),
                     "stale_group": _stale_group(workspace),
                 }
@@ -136,6 +171,8 @@ class Observer:
             for attribute in ("concrete_cudagraph_entries", "entries")
             for entry in vars(wrapper).get(attribute, {}).values()
         )
+        # Whoever holds one: wrappers, managers, or something that nobody here knows of.
+        graphs = max(graphs, heap.count("CUDAGraph"))
         if graphs:
             found["cuda-graphs"] = {"kind": "cuda-graphs", "live": True, "identity": None, "number": graphs}
         return found
@@ -238,6 +275,66 @@ def _memories(workspace: Any) -> list[Any]:
     found = getattr(workspace, "mem_handles", None) or ([single] if single is not None else [])
     # One of a kind that is not known here is live as long as it is there.
     return list(found) or [workspace]
+
+
+def _exchange_is_live(manager: Any) -> bool:
+    """Return whether a manager holds something; the one-sided one holds its mapped workspace only."""
+    own = vars(manager)
+    held = [own[name] for name in ("moe_alltoall", "communication") if name in own]
+    if not held:
+        return True
+    if held[0] is None:
+        return False
+    module = sys.modules.get("flashinfer.comm.mnnvl")
+    records = getattr(getattr(module, "MnnvlMemory", None), "allocated_map", {})
+    exchange = getattr(held[0], "alltoall", held[0])
+    record = records.get(getattr(getattr(exchange, "mnnvl_mem", None), "ptr", None))
+    # What cannot be told counts as held.
+    return bool(getattr(record, "mapped", True))
+
+
+def _has_nccl(own: dict[str, Any]) -> bool:
+    return bool(own.get("available") and not own.get("disabled"))
+
+
+def _has_native(own: dict[str, Any]) -> bool:
+    return bool(own.get("_ptr"))
+
+
+def _has_buffer(own: dict[str, Any]) -> bool:
+    return own.get("buffer") is not None
+
+
+def _peers(own: dict[str, Any]) -> set[int]:
+    """Return the addresses at which a custom all-reduce maps buffers of other ranks."""
+    return {
+        address
+        for pointers in (own.get("meta_ptrs", ()), own.get("buffer_ptrs", ()))
+        for rank, address in enumerate(pointers)
+        if rank != own.get("rank")
+    }
+
+
+def _on_another_device(address: int) -> bool:
+    """Ask the driver whether there is memory of another device at an address; False where it cannot tell."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    ordinal = ctypes.c_int(-1)
+    ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    ask.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    code = ask(ctypes.byref(ordinal), _DEVICE_ORDINAL, address)
+    return bool(code == 0 and ordinal.value != torch.cuda.current_device())
+
+
+def _device_memory(worker: Any) -> dict[str, Any]:
+    if getattr(getattr(worker, "device", None), "type", None) != "cuda":
+        return {}
+    import torch
+
+    free, total = torch.cuda.mem_get_info(worker.device)
+    return {"memory": {"free": free, "total": total}}
 
 
 def _stale_group(workspace: Any) -> bool:

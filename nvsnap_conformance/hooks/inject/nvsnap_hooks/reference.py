@@ -1,11 +1,11 @@
-"""The suite's reference hooks: what ``prepare`` and ``restore`` have to do, for a vLLM engine on CPU.
+"""The suite's reference hooks: what ``prepare`` and ``restore`` have to do, for a vLLM engine on CPU or CUDA.
 
 ``prepare`` checks that the worker is drained and releases every cross-rank resource; ``restore`` rebuilds
 them over a fresh rendezvous and hands them to everything that had held the old ones. Both agree with the
 other ranks by votes over a store, each bounded in time, so that no rank waits for one that failed.
 
-They know vLLM 0.27 to 0.33 and refuse every other version: they reach into ``GroupCoordinator``,
-``CpuCommunicator`` and ``MessageQueue``, which have no stable interface for this.
+They know vLLM 0.27 to 0.33 and refuse every other version: they reach into ``GroupCoordinator``, its device
+communicators, ``MessageQueue`` and the holders of CUDA graphs, which have no stable interface for this.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvsnap_hooks import inventory
+from nvsnap_hooks import graphs, inventory
+from nvsnap_hooks.communicators import Communicator
+from nvsnap_hooks.device import Device
 from nvsnap_hooks.errors import (
     AlreadyPrepared,
+    BadOption,
     HookRefused,
     NotDrained,
     NotPrepared,
@@ -29,9 +32,9 @@ from nvsnap_hooks.errors import (
     UnsupportedEngineVersion,
     UnsupportedPlatform,
 )
-from nvsnap_hooks.flashinfer import Workspace
 from nvsnap_hooks.rendezvous import Rendezvous, next_call
-from nvsnap_hooks.resources import Absent, Context, Deferred, Group, Unsupported
+from nvsnap_hooks.resources import Absent, Context, Deferred, Group, LeftAlive, Unsupported
+from nvsnap_hooks.teardown import Teardown
 
 SUPPORTED = ">=0.27,<0.34"
 
@@ -42,7 +45,8 @@ SERVING, PREPARED, FAILED = "serving", "prepared", "failed"
 class EngineState:
     """Where this rank's engine stands; one for each worker process, whatever implementation is asked.
 
-    ``resources`` is what ``prepare`` released, ``path`` the file of the rendezvous for ``restore``.
+    ``resources`` is what ``prepare`` released, ``path`` the file of the rendezvous for ``restore``,
+    ``addresses`` where shared memory lay before, and ``recapture`` how far graphs are captured again.
     """
 
     name: str = SERVING
@@ -50,6 +54,8 @@ class EngineState:
     problem: str | None = None
     resources: list[Any] = field(default_factory=list)
     path: str = ""
+    addresses: dict[str, list[int]] = field(default_factory=dict)
+    recapture: graphs.Recapture | None = None
 
 
 STATE = EngineState()
@@ -58,8 +64,10 @@ STATE = EngineState()
 class ReferenceHooks:
     """Prepare and restore of one rank.
 
-    Option ``rendezvous_seconds`` (default 20) bounds each wait for the other ranks, in seconds. Every
-    refusal (:class:`nvsnap_hooks.errors.HookRefused`) leaves the engine as it was.
+    Options: ``rendezvous_seconds`` (default 20) bounds each wait for the other ranks, ``recapture_seconds``
+    (default 300) one capture of graphs, both in seconds; ``teardown`` says what is taken down
+    (:mod:`nvsnap_hooks.teardown`). Every refusal (:class:`nvsnap_hooks.errors.HookRefused`) leaves the
+    engine as it was.
     """
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
@@ -67,13 +75,18 @@ class ReferenceHooks:
         self.options = options
         self.state = STATE
         self.seconds = float(options.get("rendezvous_seconds", 20.0))
+        self.recapture_seconds = float(options.get("recapture_seconds", 300.0))
+        self.teardown = Teardown.of(options.get("teardown"))
+        self.device = Device(getattr(worker, "device", None))
 
     def prepare(self) -> dict[str, Any]:
         """Release what this rank holds across ranks.
 
         Returns ``{"state", "problem", "resources": [{"name", "kind", "outcome", "detail", "seconds"}]}``;
-        ``outcome`` is ``released``, ``absent``, ``unsupported`` or ``failed``. ``state`` is ``failed``
-        where any rank failed to release something, and ``problem`` says which.
+        ``outcome`` is ``released``, ``absent``, ``unsupported``, ``kept`` (on request) or ``failed``.
+        ``state`` is ``failed`` where any rank failed to release something, and ``problem`` says which. On
+        CUDA ``memory`` is the device's free memory before and after, in bytes, and a resource may have
+        ``freed`` (bytes) and ``addresses`` (``before`` and ``after``, in hexadecimal).
         """
         call = next_call()
         import torch.distributed as dist
@@ -98,10 +111,20 @@ class ReferenceHooks:
             refusal = UnsupportedPlatform(f"cannot list what is held: {type(error).__name__}: {error}")
         self.state.path = self._agree_to_prepare(votes, refusal, resources)
         self.bound(resources)
+        for resource in resources:
+            if isinstance(resource, Communicator):
+                resource.votes, resource.seconds = votes, self.seconds
+        free = self.device.free()
+        self.device.synchronize()
         outcomes = [self._attempt(resource, "release") for resource in self.release_order(resources)]
         self.state.resources = resources
+        self.state.recapture = next(
+            (found.recapture for found in resources if isinstance(found, graphs.Graphs)), self.state.recapture
+        )
         self._conclude(votes, outcomes, PREPARED)
-        return self._report(outcomes)
+        # Only now: peers may have mapped memory of dropped graphs until the last of them came this far.
+        self.device.give_back()
+        return self._report(outcomes, free)
 
     def restore(self) -> dict[str, Any]:
         """Rebuild what :meth:`prepare` released.
@@ -122,6 +145,7 @@ class ReferenceHooks:
         votes = Rendezvous(store, f"restore-{call}", rank=rank, size=size, seconds=self.seconds)
         self._vote(votes, refusal, {})
         context = Context(store, votes, rank, size, self.seconds)
+        free = self.device.free()
         outcomes: list[dict[str, Any]] = []
         for resource in inventory.rebuild_order(self.state.resources):
             outcome = self._attempt(resource, "rebuild", context)
@@ -141,32 +165,71 @@ class ReferenceHooks:
             if resource.name not in done
         ]
         self._conclude(votes, outcomes, SERVING)
-        return self._report(outcomes)
+        return self._report(outcomes, free)
+
+    def recapture(self, number: int = 1) -> dict[str, Any]:
+        """Capture the next ``number`` of the dropped CUDA graphs again, on all ranks together.
+
+        To be called until ``graphs.state`` is ``captured``: the engine serves in between, and computes
+        eagerly until then. Returns ``{"state", "problem", "graphs"}`` with ``graphs`` either ``{"state",
+        "wanted", "captured", "problem"}`` or ``None`` where there is nothing to capture. Where one rank
+        fails, all give up for good, and the engine goes on computing eagerly.
+        """
+        call = next_call()
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        refusal = self._refusal(SERVING)
+        if not dist.is_initialized():
+            raise refusal or StateFailed("torch.distributed is not initialised")
+        default = c10d._get_default_group()
+        votes = Rendezvous(
+            c10d._world.pg_map[default][1],
+            f"recapture-{call}",
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            seconds=self.seconds,
+        )
+        progress = self.state.recapture
+        ballot = None if progress is None else progress.progress()
+        ballots = self._vote(votes, refusal, {"graphs": ballot})
+        if any(other["graphs"] != ballot for other in ballots):
+            raise PeerRefused(f"ranks differ in what is to be captured: {[b['graphs'] for b in ballots]}")
+        if progress is not None and progress.state in ("eager", "capturing"):
+            self._capture(progress, number, votes)
+        return {
+            "state": self.state.name,
+            "problem": self.state.problem,
+            "graphs": None if progress is None else progress.progress(),
+        }
 
     def status(self) -> dict[str, Any]:
         """Return ``{"state", "cycles", "problem"}``.
 
         ``state`` is ``serving``, ``prepared`` or ``failed``, ``cycles`` how many were completed, and
-        ``problem`` what went wrong.
+        ``problem`` what went wrong. Where graphs were dropped, ``graphs`` is as :meth:`recapture` returns it.
         """
-        return {"state": self.state.name, "cycles": self.state.cycles, "problem": self.state.problem}
+        told = {"state": self.state.name, "cycles": self.state.cycles, "problem": self.state.problem}
+        if self.state.recapture is not None:
+            told["graphs"] = self.state.recapture.progress()
+        return told
 
     # The steps, in methods of their own: a known-bad implementation overrides one.
 
     def inventory(self) -> list[Any]:
         """Return what this rank holds, in the order of its release."""
-        return inventory.take()
+        return inventory.take(self.worker, self.teardown)
 
     def shared(self, resources: list[Any]) -> list[str]:
         """Return what all ranks must hold alike.
 
-        Groups are made, and workspaces released, by all ranks together, and workspaces of different backends
-        differ in their number of barriers.
+        Groups are made, and workspaces and communicators released, by all ranks together, and workspaces of
+        different backends differ in their number of barriers.
         """
         return sorted(
             f"{resource.name} {resource.backend}"
             for resource in resources
-            if isinstance(resource, (Group, Workspace))
+            if getattr(resource, "backend", None) is not None
         )
 
     def bound(self, resources: list[Any]) -> None:
@@ -193,6 +256,8 @@ class ReferenceHooks:
         """Return why this rank must not go ahead from the state ``wanted``, ``None`` where it may."""
         try:
             self._require_known_engine()
+            if self.device.on_gpu:
+                self._require_known_device()
             self._require_state(wanted)
             if wanted == SERVING:
                 self._require_drained()
@@ -208,8 +273,43 @@ class ReferenceHooks:
             raise UnsupportedEngineVersion(
                 f"vLLM {vllm.__version__} is not one of the versions that these hooks know ({SUPPORTED})"
             )
-        if self.worker.device.type != "cpu" or self.worker.parallel_config.nnodes != 1:
-            raise UnsupportedPlatform("these hooks cover vLLM on CPU on one node")
+        if self.worker.device.type not in ("cpu", "cuda") or self.worker.parallel_config.nnodes != 1:
+            raise UnsupportedPlatform("these hooks cover vLLM on CPU and CUDA on one node")
+
+    def _require_known_device(self) -> None:
+        """Refuse what these hooks cannot take down on CUDA, and what they were asked for and do not know."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+        from vllm import envs
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cuda():
+            raise UnsupportedPlatform("these hooks cover CUDA, and no other GPU platform")
+        if envs.VLLM_DISTRIBUTED_USE_SPLIT_GROUP:
+            raise UnsupportedPlatform("groups made by split_group (VLLM_DISTRIBUTED_USE_SPLIT_GROUP)")
+        if envs.VLLM_USE_NCCL_SYMM_MEM:
+            raise UnsupportedPlatform("memory registered with NCCL (VLLM_USE_NCCL_SYMM_MEM)")
+        if dist.is_initialized():
+            if dist.get_world_size() != self.worker.parallel_config.world_size:
+                raise UnsupportedPlatform("a world with data parallelism in it")
+            if c10d._get_default_group().bound_device_id is not None:
+                raise UnsupportedPlatform("a default group that is bound to a device")
+        if self.teardown.cuda_graphs == "dropped" and (found := graphs.foreign()):
+            raise UnsupportedPlatform(f"graphs that cannot be captured again: {', '.join(found)}")
+        if self.teardown.nccl == "suspended":
+            self._require_suspend()
+
+    def _require_suspend(self) -> None:
+        for name, coordinator, _aliases in inventory.coordinators():
+            made = getattr(coordinator.device_communicator, "pynccl_comm", None)
+            if made is None or made.disabled:
+                continue
+            known = getattr(made.nccl, "has_symbol", lambda _: False)
+            if not (known("ncclCommSuspend") and known("ncclCommResume")):
+                raise BadOption(
+                    f"{name}: NCCL {made.nccl_version} has no ncclCommSuspend (2.29.7 has), or vLLM does not "
+                    "know it (0.30 does); teardown of nccl is destroyed or live here"
+                )
 
     def _require_state(self, wanted: str) -> None:
         if self.state.name == FAILED:
@@ -259,21 +359,63 @@ class ReferenceHooks:
                 raise NotDrained(f"{name} has sends in flight")
 
     def _attempt(self, resource: Any, verb: str, context: Context | None = None) -> dict[str, Any]:
+        if isinstance(resource, Absent) and not resource.held():
+            return _outcome(resource, "absent", resource.why, 0.0)
+        free, lay = self.device.free(), self._addresses(resource)
         began = time.monotonic()
         try:
-            if isinstance(resource, Absent) and not resource.held():
-                return _outcome(resource, "absent", resource.why, 0.0)
             detail = self.release(resource) if context is None else self.rebuild(resource, context)
+            outcome = f"{verb}d" if verb == "release" else "rebuilt"
         except Unsupported as error:
-            return _outcome(resource, "unsupported", str(error), time.monotonic() - began)
+            outcome, detail = "unsupported", str(error)
         except Deferred as error:
-            return _outcome(resource, "deferred", str(error), time.monotonic() - began)
+            outcome, detail = "deferred", str(error)
+        except LeftAlive as error:
+            outcome, detail = "kept", str(error)
         except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
-            return _outcome(resource, "failed", detail, time.monotonic() - began)
-        return _outcome(
-            resource, f"{verb}d" if verb == "release" else "rebuilt", detail, time.monotonic() - began
-        )
+            outcome, detail = "failed", f"{type(error).__name__}: {error}"
+        told = _outcome(resource, outcome, detail, time.monotonic() - began)
+        now = self.device.free()
+        if free is not None and now is not None:
+            told["freed"] = now - free
+        if context is None and lay:
+            self.state.addresses[resource.name] = lay
+            told["addresses"] = {"before": [hex(address) for address in lay]}
+        elif context is not None and (before := self.state.addresses.pop(resource.name, None)):
+            told["addresses"] = {
+                "before": [hex(address) for address in before],
+                "after": [hex(address) for address in self._addresses(resource)],
+            }
+        return told
+
+    def _addresses(self, resource: Any) -> list[int]:
+        found: list[int] = resource.addresses() if hasattr(resource, "addresses") else []
+        return found
+
+    def _capture(self, progress: graphs.Recapture, number: int, votes: Rendezvous) -> None:
+        """Capture on this rank, and have all ranks give up where one of them fails."""
+        from datetime import timedelta
+
+        from torch.distributed import distributed_c10d as c10d
+
+        # A capture is collective, and a rank that fails must not keep others in it for the engine's timeout.
+        bounds = {group: _timeout(group) for group in list(c10d._world.pg_map)}
+        problem: str | None = None
+        for group in bounds:
+            c10d._set_pg_timeout(timedelta(seconds=self.recapture_seconds), group)
+        try:
+            progress.step(number)
+            self.device.synchronize()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            for group, timeout in bounds.items():
+                if timeout is not None:
+                    c10d._set_pg_timeout(timeout, group)
+        try:
+            votes.within(self.recapture_seconds).agree("captured", problem)
+        except (PeerRefused, PeerSilent) as error:
+            progress.give_up(str(error))
 
     def _all_rebuilt(self, votes: Rendezvous, outcome: dict[str, Any]) -> bool:
         problem = outcome["detail"] if outcome["outcome"] == "failed" else None
@@ -295,12 +437,20 @@ class ReferenceHooks:
             self.state.name = FAILED
             self.state.problem = self.state.problem or str(error)
 
-    def _report(self, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _report(self, outcomes: list[dict[str, Any]], free: int | None) -> dict[str, Any]:
+        report: dict[str, Any] = {
             "state": self.state.name,
             "problem": self.state.problem,
             "resources": sorted(outcomes, key=lambda outcome: str(outcome["name"])),
         }
+        if free is not None:
+            report["memory"] = {"free_before": free, "free_after": self.device.free()}
+        return report
+
+
+def _timeout(group: Any) -> Any:
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def _outcome(resource: Any, outcome: str, detail: str, seconds: float) -> dict[str, Any]:

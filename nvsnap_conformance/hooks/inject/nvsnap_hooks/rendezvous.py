@@ -35,6 +35,10 @@ class Rendezvous:
         self._size = size
         self._seconds = seconds
 
+    def within(self, seconds: float) -> Rendezvous:
+        """Return the same rendezvous with another bound, in seconds."""
+        return Rendezvous(self._store, self._name, rank=self._rank, size=self._size, seconds=seconds)
+
     def exchange(self, step: str, value: Any) -> list[Any]:
         """Give ``value`` and return every rank's, by rank; raise :class:`PeerSilent` where one is missing."""
         self._store.set(self._key(step, self._rank), json.dumps(value))

@@ -1,4 +1,4 @@
-"""The kinds of cross-rank resources that a vLLM engine on CPU holds: how each is released and rebuilt.
+"""The kinds of cross-rank resources that every vLLM engine holds: how each is released and rebuilt.
 
 Every class has ``name``, ``kind``, ``held()``, ``release()`` and ``rebuild(context)``; both of the latter
 return a detail for the report and raise where they fail. What cannot be released raises
@@ -15,10 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvsnap_hooks import mappings
+from nvsnap_hooks import device, mappings
 from nvsnap_hooks.holders import Holder, Tombstone, find_holders
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nvsnap_hooks.rendezvous import Rendezvous
 
 
@@ -28,6 +30,10 @@ class Unsupported(Exception):  # noqa: N818 - an outcome, not an error
 
 class Deferred(Exception):  # noqa: N818 - an outcome, not an error
     """The engine makes the resource again by itself, at its next use."""
+
+
+class LeftAlive(Exception):  # noqa: N818 - an outcome, not an error
+    """The resource stays alive because an option asks for it."""
 
 
 class StillHeld(Exception):  # noqa: N818 - a failed release
@@ -80,6 +86,22 @@ class Kept(Absent):
         raise Unsupported("was not released")
 
 
+class Left(Absent):
+    """A resource that could be released and stays, because an option asks for it."""
+
+    def held(self) -> bool:
+        """Return True."""
+        return True
+
+    def release(self) -> str:
+        """Leave it."""
+        raise LeftAlive(self.why)
+
+    def rebuild(self, _context: Context) -> str:
+        """Leave it."""
+        raise LeftAlive(self.why)
+
+
 @dataclass
 class Group:
     """A torch.distributed process group, ``None`` once released.
@@ -98,6 +120,7 @@ class Group:
     timeout: timedelta | None = None
     holders: list[Holder] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
+    seconds: float = 20.0
 
     def __post_init__(self) -> None:
         self.read()
@@ -121,10 +144,28 @@ class Group:
         import torch.distributed as dist
 
         ranks = dist.get_process_group_ranks(self.group)
+        made = self._communicator()
         watch = weakref.ref(self.group)
-        dist.destroy_process_group(self.group)
+        self._destroy(lambda: dist.destroy_process_group(self.group))
         self._bury(watch)
-        return f"ranks {ranks}, held by {self._places()}" + self._known_as()
+        return f"ranks {ranks}{made}, held by {self._places()}" + self._known_as()
+
+    def _destroy(self, destroy: Callable[[], None]) -> None:
+        """Destroy; bounded where NCCL is in it, for it never returns while a graph holds a collective."""
+        if "nccl" in self.backend:
+            device.bounded(destroy, self.seconds, f"destroying {self.name}")
+        else:
+            destroy()
+
+    def _communicator(self) -> str:
+        """Say whether torch had made the group's NCCL communicator, which it does at its first use."""
+        if "nccl" not in self.backend:
+            return ""
+        backend = self.group._get_backend(self.group._device_types[0])
+        initialized = getattr(backend, "_is_initialized", None)
+        if initialized is None:
+            return ", NCCL communicator unknown"
+        return f", NCCL communicator {'made' if initialized() else 'not made yet'}"
 
     def _bury(self, watch: weakref.ref[Any]) -> None:
         for holder in self.holders:
@@ -155,6 +196,7 @@ class Group:
         """Let no collective over the group take longer than ``seconds``."""
         from torch.distributed import distributed_c10d as c10d
 
+        self.seconds = seconds
         c10d._set_pg_timeout(timedelta(seconds=seconds), self.group)
 
     def settle(self) -> None:
@@ -179,10 +221,10 @@ class DefaultGroup(Group):
         import torch.distributed as dist
 
         watch = weakref.ref(self.group)
-        size = self.group.size()
-        dist.destroy_process_group()
+        size, made = self.group.size(), self._communicator()
+        self._destroy(dist.destroy_process_group)
         self._bury(watch)
-        return f"world of {size}, held by {self._places()}"
+        return f"world of {size}{made}, held by {self._places()}"
 
     def rebuild(self, context: Context) -> str:
         """Start torch.distributed again over the fresh store."""

@@ -16,7 +16,7 @@ import types
 import weakref
 from typing import Any
 
-from nvsnap_hooks import flashinfer, inventory
+from nvsnap_hooks import flashinfer, graphs, inventory
 
 GROUP = "tp:0"
 MEMORIES = 3
@@ -221,7 +221,7 @@ class StandIns:
                 "same": _planted["communicator"].all2all_manager is _planted["manager"],
                 "current": _planted["manager"].cpu_group is group,
             },
-            "graphs": flashinfer.graphs_of(_planted["wrapper"]),
+            "graphs": graphs.graphs_of(_planted["wrapper"]),
         }
 
     def remove(self) -> dict[str, Any]:
