@@ -106,6 +106,7 @@ class Graphs:
     def __init__(self, worker: Any = None) -> None:
         self._worker = worker
         self._holders = instances(KNOWN)
+        self.pending: Recapture | None = None
         self.recapture: Recapture | None = None
 
     def held(self) -> bool:
@@ -116,9 +117,10 @@ class Graphs:
         """Have the engine compute eagerly from here on, and drop every graph."""
         number = sum(graphs_of(holder) for _, holder in self._holders)
         holders = len([holder for _, holder in self._holders if graphs_of(holder)])
-        self.recapture = Recapture.of(self._worker, self._holders)
+        unfinished = self.pending is not None and self.pending.state != "captured"
+        self.recapture = self.pending if unfinished else Recapture.of(self._worker, self._holders)
         if self.recapture is not None:
-            self.recapture.hold()
+            self.recapture.start_over()
         for family, holder in self._holders:
             vars(holder).get(family.attribute, {}).clear()
         if self.held():
@@ -146,6 +148,7 @@ class Recapture:
 
     def __init__(self, worker: Any, steps: list[tuple[Any, Any]], *, at_once: bool) -> None:
         self._worker = worker
+        self._steps = steps
         self._left = steps
         self._at_once = at_once
         self.wanted = len(steps)
@@ -189,6 +192,11 @@ class Recapture:
     def hold(self) -> None:
         """Have the engine compute eagerly."""
         raise NotImplementedError
+
+    def start_over(self) -> None:
+        """Have the engine compute eagerly, with all still to be captured."""
+        self._left = self._steps
+        self.hold()
 
     def give_up(self, problem: str) -> None:
         """Have the engine compute eagerly for good, for the reason given."""

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+_BATCH = 10_000
+"""Objects whose referents are asked for at once."""
+
+
 @dataclass(frozen=True)
 class Holder:
     """One place that holds the object: ``where`` for people, ``put`` replaces what is there."""
@@ -81,6 +85,23 @@ def find_holders(targets: list[Any], *, ignore: tuple[Any, ...] = ()) -> list[tu
             if not places and not (isinstance(referrer, dict) and target in referrer):
                 stuck.append(f"{type(referrer).__module__}.{type(referrer).__qualname__}")
     return results
+
+
+def find_untracked(target: Any) -> list[Holder]:
+    """Return the places in dictionaries that the collector does not track, which :func:`find_holders` misses.
+
+    CPython tracks no dictionary of nothing but numbers, text and objects like process groups; it may be an
+    object's own, once anybody has asked for its ``__dict__``. One such holder keeps a destroyed group alive.
+    A slow pass over the whole heap, for when something is alive that nobody seems to hold.
+    """
+    found: dict[int, dict[Any, Any]] = {}
+    with thawed():
+        objects = gc.get_objects()
+    for start in range(0, len(objects), _BATCH):
+        for referent in gc.get_referents(*objects[start : start + _BATCH]):
+            if type(referent) is dict and not gc.is_tracked(referent):
+                found[id(referent)] = referent
+    return [place for referent in found.values() for place in _places(referent, target)]
 
 
 def _places(referrer: Any, target: Any) -> Iterator[Holder]:

@@ -121,13 +121,14 @@ class Observer:
             ("quick-allreduce", "qr_comm", _has_native),
             ("symmetric-memory", "symm_mem_comm", _has_buffer),
         ):
-            thing = vars(communicator).get(attribute) if communicator is not None else None
-            if thing is not None and holds(vars(thing)):
+            thing = getattr(communicator, attribute, None)
+            # A class of vLLM's own: what stands in its place while it is released holds nothing.
+            if thing is not None and type(thing).__module__.startswith("vllm.") and holds(thing):
                 found[f"{name}/{kind}"] = self._object(kind, thing)
                 if attribute == "pynccl_comm":
-                    found[f"{name}/{kind}"]["suspended"] = bool(vars(thing).get("_suspended"))
+                    found[f"{name}/{kind}"]["suspended"] = bool(getattr(thing, "_suspended", False))
                 if attribute == "ca_comm":
-                    self._peers[name] = _peers(vars(thing))
+                    self._peers[name] = _peers(thing)
         held = f"{name}/custom-allreduce" in found
         # Remembered from when it was there: closing it may leave what it mapped of its peers.
         left = set() if held else {at for at in self._peers.get(name, ()) if _on_another_device(at)}
@@ -279,8 +280,8 @@ def _memories(workspace: Any) -> list[Any]:
 
 def _exchange_is_live(manager: Any) -> bool:
     """Return whether a manager holds something; the one-sided one holds its mapped workspace only."""
-    own = vars(manager)
-    held = [own[name] for name in ("moe_alltoall", "communication") if name in own]
+    # Not vars(): that makes a dictionary, which the collector may not track, and hides what is in it.
+    held = [getattr(manager, name) for name in ("moe_alltoall", "communication") if hasattr(manager, name)]
     if not held:
         return True
     if held[0] is None:
@@ -293,25 +294,25 @@ def _exchange_is_live(manager: Any) -> bool:
     return bool(getattr(record, "mapped", True))
 
 
-def _has_nccl(own: dict[str, Any]) -> bool:
-    return bool(own.get("available") and not own.get("disabled"))
+def _has_nccl(communicator: Any) -> bool:
+    return bool(getattr(communicator, "available", False) and not communicator.disabled)
 
 
-def _has_native(own: dict[str, Any]) -> bool:
-    return bool(own.get("_ptr"))
+def _has_native(communicator: Any) -> bool:
+    return bool(getattr(communicator, "_ptr", 0))
 
 
-def _has_buffer(own: dict[str, Any]) -> bool:
-    return own.get("buffer") is not None
+def _has_buffer(communicator: Any) -> bool:
+    return getattr(communicator, "buffer", None) is not None
 
 
-def _peers(own: dict[str, Any]) -> set[int]:
+def _peers(communicator: Any) -> set[int]:
     """Return the addresses at which a custom all-reduce maps buffers of other ranks."""
     return {
         address
-        for pointers in (own.get("meta_ptrs", ()), own.get("buffer_ptrs", ()))
+        for pointers in (communicator.meta_ptrs, communicator.buffer_ptrs)
         for rank, address in enumerate(pointers)
-        if rank != own.get("rank")
+        if rank != communicator.rank
     }
 
 

@@ -218,7 +218,11 @@ class ReferenceHooks:
 
     def inventory(self) -> list[Any]:
         """Return what this rank holds, in the order of its release."""
-        return inventory.take(self.worker, self.teardown)
+        found = inventory.take(self.worker, self.teardown)
+        for resource in found:
+            if isinstance(resource, graphs.Graphs):
+                resource.pending = self.state.recapture
+        return found
 
     def shared(self, resources: list[Any]) -> list[str]:
         """Return what all ranks must hold alike.

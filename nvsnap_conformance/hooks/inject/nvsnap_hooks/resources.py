@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvsnap_hooks import device, mappings
-from nvsnap_hooks.holders import Holder, Tombstone, find_holders
+from nvsnap_hooks.holders import Holder, Tombstone, find_holders, find_untracked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,6 +173,11 @@ class Group:
         self.group = None
         if watch() is not None:
             gc.collect()
+        if (alive := watch()) is not None:
+            for holder in (hidden := find_untracked(alive)):
+                holder.put(Tombstone(self.name))
+            self.holders = [*self.holders, *hidden]
+            del alive
         if watch() is not None:
             raise StillHeld(f"{self.name} is still held by {self.stuck or 'something unknown'}")
 
