@@ -155,10 +155,13 @@ class OneRankOnly(StandInCheckpointer):
 
 
 class TakesNothing(StandInCheckpointer):
-    """Answers success, and leaves the GPU memory where it is."""
+    """Answers success and the right state, and leaves the GPU memory where it is."""
 
     def _verb(self, verb: str, pids: list[int], after: str) -> CheckpointResult:
-        return super()._verb(verb, pids, "RUNNING")
+        result = super()._verb(verb, pids, after)
+        for pid in pids:
+            self._ranks[pid].driver = "RUNNING"
+        return result
 
 
 class Hangs(StandInCheckpointer):
