@@ -18,7 +18,7 @@ import types
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nvsnap_hooks import communicators, device, graphs, inventory
+from nvsnap_hooks import communicators, device, flashinfer, graphs, inventory
 from nvsnap_hooks.errors import BadOption, ReleasedError
 from nvsnap_hooks.holders import find_holders, find_untracked
 from nvsnap_hooks.resources import Absent, Context, Deferred, Kept, LeftAlive, StillHeld
@@ -311,6 +311,27 @@ def check_an_unknown_communicator_is_told() -> None:
     told = {each.name: type(each) for each in found if type(each) is not Absent}
     assert told == {"tp:0/next_comm": Kept}, told
     assert all(each.held() is False for each in found if type(each) is Absent)
+
+
+def check_a_workspace_does_not_come_back_over_a_group_of_another_size() -> None:
+    import vllm.distributed.device_communicators.flashinfer_all_reduce as module
+
+    class Workspace:
+        backend = "trtllm"
+        world_size, rank = 4, 1
+        mem_handles = ()
+
+        def checkpoint_restore(self, comm_backend: Any) -> None:
+            raise AssertionError(f"restored over {comm_backend}")
+
+    workspace = Workspace()
+    group = types.SimpleNamespace(size=lambda: 2, rank=lambda: 1, group_desc="smaller")
+    module._fi_ar_workspace_groups[id(workspace)] = group
+    try:
+        resource = flashinfer.Workspace("flashinfer/normal", workspace, ())
+        raises(RuntimeError, lambda: resource.rebuild(CONTEXT), "rank 1 of 4")
+    finally:
+        module._fi_ar_workspace_groups.clear()
 
 
 def check_the_constructor_names_are_the_engines() -> None:

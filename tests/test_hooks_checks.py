@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nvsnap_conformance.engines.protocol import RankReply
-from nvsnap_conformance.hooks import standins
+from nvsnap_conformance.engines.protocol import Completion, RankReply
+from nvsnap_conformance.hooks import recapture, standins
 from nvsnap_conformance.lifecycle import accounting
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def test_good_hooks_have_no_findings() -> None:
     for check in (
         standins.check_completed,
         standins.check_order,
+        standins.check_rebuild_order,
         standins.check_same_order,
         standins.check_alias_once,
         standins.check_released,
@@ -97,6 +98,25 @@ def test_order_of_teardown(calls: list[str], signatures: list[str]) -> None:
     seen = good()
     seen.reports["prepared"][1] = report(calls)
     assert names(standins.check_order(seen)) == signatures
+
+
+LATE = ["ORDER:WORKSPACE_BEFORE_GROUP"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "signatures"),
+    [
+        (["destroy-group:a", "workspace-restore:n", "new-group:a"], LATE),
+        (["destroy-group:a", "new-group:a", "workspace-restore:n", "new-group:b"], LATE),
+        (["destroy-group:a", "workspace-restore:n"], LATE),
+        (["destroy-group:a", "new-group:a", "workspace-restore:n"], []),
+        (["workspace-restore:n"], []),
+    ],
+)
+def test_order_of_rebuilding(calls: list[str], signatures: list[str]) -> None:
+    seen = good()
+    seen.reports["after"][1] = report(calls)
+    assert names(standins.check_rebuild_order(seen)) == signatures
 
 
 @pytest.mark.parametrize("what", ["destroy-group", "new-group"])
@@ -244,3 +264,55 @@ def test_a_destroyed_group_that_somebody_kept() -> None:
         [reply(0, snapshot("a"))], [reply(0, {"resources": snapshot("a")["resources"] | kept})]
     )
     assert names(found) == ["RESTORE:STALE_HANDLE"]
+
+
+def recaptured() -> recapture.Observation:
+    tokens = Completion("p", (1, 2), (0.0, 0.0), "")
+    return recapture.Observation(
+        1,
+        held=True,
+        replies={"prepare": [reply(0, prepared(a="released"))], "restore": [reply(0, {"state": "serving"})]},
+        snapshots={"after": [reply(0, snapshot(recapture.GRAPHS))]},
+        answers={"before": tokens, "eager": tokens, "captured": tokens},
+        reports={0: {"wanted": 3, "captured": 3, "captures": [1, 1, 1], "served": 9, "early": 0}},
+    )
+
+
+def test_graphs_that_come_back_have_no_findings() -> None:
+    assert recapture.check_come_back(recaptured()) == []
+
+
+def test_graphs_that_do_not_come_back() -> None:
+    gone, some, early, silent = (recaptured() for _ in range(4))
+    gone.snapshots["after"] = [reply(0, snapshot())]
+    assert some.reports is not None
+    assert early.reports is not None
+    some.reports[0]["captured"] = 2
+    early.reports[0]["early"] = 4
+    silent.silent = "no answer"
+    assert names(recapture.check_come_back(gone)) == ["GRAPHS:NOT_BACK"]
+    assert names(recapture.check_come_back(some)) == ["GRAPHS:NOT_BACK"]
+    assert names(recapture.check_come_back(early)) == ["GRAPHS:DISPATCHED_EARLY"]
+    assert names(recapture.check_come_back(silent)) == ["GRAPHS:NO_ANSWER"]
+
+
+def test_a_wrong_answer_after_recapture_and_a_failed_restore() -> None:
+    wrong, failed = recaptured(), recaptured()
+    wrong.answers["captured"] = Completion("p", (1, 3), (0.0, 0.0), "")
+    failed.replies["restore"] = [reply(0, error={"type": "NotPrepared", "message": ""})]
+    assert names(recapture.check_come_back(wrong)) == ["ORACLE:TOKENS"]
+    assert names(recapture.check_come_back(failed)) == ["CYCLE:RESTORE"]
+
+
+def test_deferred_graphs_may_be_missing_after_restore() -> None:
+    before, after = [reply(0, snapshot("cuda-graphs", "tp:0/cpu"))], [reply(0, snapshot("tp:0/cpu"))]
+    told = [reply(0, prepared(**{"cuda-graphs": "deferred"}))]
+    assert names(accounting.check_rebuilt(before, after)) == ["RESTORE:MISSING"]
+    assert accounting.check_rebuilt(before, after, told) == []
+
+
+def test_what_is_kept_on_request_is_told_and_is_no_release() -> None:
+    told = [reply(0, prepared(a="kept"))]
+    assert accounting.check_accounted(told, [reply(0, snapshot("a"))]) == []
+    assert accounting.check_released(told, [reply(0, snapshot("a"))]) == []
+    assert accounting.check_outcomes(told, verb="prepare", allowed=accounting.PREPARE_OUTCOMES) == []

@@ -116,6 +116,27 @@ def check_order(seen: Observation) -> list[Finding]:
     return found
 
 
+def check_rebuild_order(seen: Observation) -> list[Finding]:
+    """Check that no workspace was mapped again before the groups were made.
+
+    Findings: ``ORDER:WORKSPACE_BEFORE_GROUP``.
+    """
+    found: list[Finding] = []
+    for rank, report in seen.reports.get("after", {}).items():
+        kinds = [event["what"] for event in report["events"]]
+        if "new-group" not in kinds and "destroy-group" not in kinds:
+            continue
+        last = max((index for index, kind in enumerate(kinds) if kind == "new-group"), default=len(kinds))
+        if "workspace-restore" in kinds[:last]:
+            found.append(
+                finding(
+                    f"rank {rank} mapped a workspace before its groups were made; its calls: {kinds}",
+                    "ORDER:WORKSPACE_BEFORE_GROUP",
+                )
+            )
+    return found
+
+
 def check_same_order(seen: Observation) -> list[Finding]:
     """Check that every rank destroyed, and made, groups in one order. Finding: ``ORDER:RANKS_DIFFER``."""
     found: list[Finding] = []

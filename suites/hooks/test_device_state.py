@@ -1,7 +1,7 @@
 """What hooks do with captured graphs, workspaces and groups: order, aliases, renewed groups, failures.
 
 Stand-ins behind vLLM's own names make this visible in an engine on CPU, see
-:mod:`nvsnap_conformance.hooks.standins`. One cycle serves five clauses.
+:mod:`nvsnap_conformance.hooks.standins`. One cycle serves six clauses.
 """
 
 from __future__ import annotations
@@ -50,6 +50,12 @@ def seen(
 def test_groups_go_last(seen: standins.Observation) -> None:
     """No group is destroyed while a captured graph or a workspace that uses it is there."""
     require(standins.check_completed(seen) + standins.check_order(seen))
+
+
+@pytest.mark.clause("HOOKS-REBUILD-ORDER")
+def test_groups_come_first(seen: standins.Observation) -> None:
+    """No workspace is mapped again before the groups are made that its memory is exchanged over."""
+    require(standins.check_rebuild_order(seen) or standins.check_completed(seen))
 
 
 @pytest.mark.clause("HOOKS-SAME-ORDER-ON-RANKS")

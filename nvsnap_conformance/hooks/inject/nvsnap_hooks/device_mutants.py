@@ -186,3 +186,43 @@ class AbandonsLoop(ReferenceHooks):
         except Exception:
             self._stopped = True
             raise
+
+
+class WorkspacesFirst(ReferenceHooks):
+    """Maps workspaces again before there is a group to exchange their memory over."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def rebuild_order(self, resources: list[Any]) -> list[Any]:
+        """Put the workspaces first."""
+        ordered = super().rebuild_order(resources)
+        return sorted(ordered, key=lambda resource: not isinstance(resource, flashinfer.Workspace))
+
+    def rebuild(self, resource: Any, context: Any) -> str:
+        """Rebuild, a workspace over whatever is in its group's place."""
+        if isinstance(resource, flashinfer.Workspace):
+            resource._workspace.checkpoint_restore(resource._module.TorchDistBackend(group=None))
+        return super().rebuild(resource, context)
+
+
+class RecaptureForgotten(ReferenceHooks):
+    """Drops graphs, calls them deferred, and never has them captured again; the engine does not by itself."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def recapture(self, number: int = 1) -> Report:
+        """Say that it is done."""
+        return {"state": self.state.name, "problem": None, "graphs": {"state": "captured", "of": number}}
+
+
+class UsesGraphsEarly(ReferenceHooks):
+    """Lets the engine dispatch to graphs as soon as the first of them is captured again."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def recapture(self, number: int = 1) -> Report:
+        """Capture, and have the engine dispatch at once."""
+        report = super().recapture(number)
+        for dispatcher in getattr(self.state.recapture, "_dispatchers", ()):
+            dispatcher.keys_initialized = True
+        return report

@@ -100,10 +100,20 @@ class Workspace:
     def rebuild(self, _context: Context) -> str:
         """Map fresh memory at the same addresses, exchanged over the group that is in its place now."""
         group = self._module._fi_ar_workspace_groups[id(self._workspace)]
+        self._require_same_size(group)
         self._workspace.checkpoint_restore(self._module.TorchDistBackend(group=group))
         if not all(memory.mapped for memory in memories(self._workspace)):
             raise RuntimeError(f"{self.name} is not mapped as a whole")
         return f"{self.backend} over {group.group_desc}{self._known_as()}"
+
+    def _require_same_size(self, group: Any) -> None:
+        """Refuse a group of another size or rank: FlashInfer's own call does not look (0.6.15 to 0.7.2)."""
+        size = getattr(self._workspace, "world_size", None)
+        rank = getattr(self._workspace, "rank", None)
+        if size is not None and (size, rank) != (group.size(), group.rank()):
+            raise RuntimeError(
+                f"{self.name} is of rank {rank} of {size}, its group of {group.rank()} of {group.size()}"
+            )
 
     def _known_as(self) -> str:
         return f"; also known as {', '.join(self.aliases)}" if self.aliases else ""

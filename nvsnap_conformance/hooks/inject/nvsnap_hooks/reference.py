@@ -147,7 +147,7 @@ class ReferenceHooks:
         context = Context(store, votes, rank, size, self.seconds)
         free = self.device.free()
         outcomes: list[dict[str, Any]] = []
-        for resource in inventory.rebuild_order(self.state.resources):
+        for resource in self.rebuild_order(self.state.resources):
             outcome = self._attempt(resource, "rebuild", context)
             outcomes.append(outcome)
             if outcome["outcome"] in ("rebuilt", "failed") and not self._all_rebuilt(votes, outcome):
@@ -246,6 +246,10 @@ class ReferenceHooks:
         """Return the resources in the order in which they are released: the inventory's own."""
         return resources
 
+    def rebuild_order(self, resources: list[Any]) -> list[Any]:
+        """Return the resources in the order in which they are rebuilt."""
+        return inventory.rebuild_order(resources)
+
     def release(self, resource: Any) -> str:
         """Release one resource and return a detail; raise where it is still there."""
         detail: str = resource.release()
@@ -296,7 +300,7 @@ class ReferenceHooks:
         if dist.is_initialized():
             if dist.get_world_size() != self.worker.parallel_config.world_size:
                 raise UnsupportedPlatform("a world with data parallelism in it")
-            if c10d._get_default_group().bound_device_id is not None:
+            if getattr(c10d._get_default_group(), "bound_device_id", None) is not None:
                 raise UnsupportedPlatform("a default group that is bound to a device")
         if self.teardown.cuda_graphs == "dropped" and (found := graphs.foreign()):
             raise UnsupportedPlatform(f"graphs that cannot be captured again: {', '.join(found)}")
