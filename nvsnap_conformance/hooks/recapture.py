@@ -76,6 +76,28 @@ def observe(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline) -> Ob
     return seen
 
 
+def finish(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline, number: int = 64) -> bool:
+    """Have dropped graphs captured again now, ``number`` for each call; return whether all are there.
+
+    False where these hooks have nothing to capture, or cannot.
+    """
+    engine.quiesce(deadline)
+    try:
+        for _ in range(CALLS):
+            replies = engine.rpc("recapture", hooks=hooks, deadline=deadline, number=number)
+            states = {_state(reply) for reply in replies}
+            if not states <= {"eager", "capturing"}:
+                return states == {"captured"}
+        return False
+    finally:
+        engine.resume(deadline)
+
+
+def _state(reply: RankReply) -> str | None:
+    graphs = reply.value.get("graphs") if isinstance(reply.value, dict) else None
+    return graphs.get("state") if isinstance(graphs, dict) else None
+
+
 def _capture(engine: EngineHandle, hooks: HooksSpec, seen: Observation, deadline: Deadline) -> None:
     """Call ``recapture`` until it has nothing left to do, between requests, and serve in between."""
     for _ in range(CALLS):
