@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from nvsnap_conformance import tiny_llama, tiny_llama_gpu
+from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu
 from nvsnap_conformance.cache import cache_dir
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.suggest import did_you_mean
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 _RECIPES: dict[str, Callable[[Path], None]] = {
     "tiny-llama": tiny_llama.write,
     "tiny-llama-gpu": tiny_llama_gpu.write,
+    "large-llama-gpu": large_llama_gpu.write,
 }
 _SOURCES = {
     "tiny-llama": (tiny_llama.__file__,),
     "tiny-llama-gpu": (tiny_llama_gpu.__file__, tiny_llama.__file__),
+    "large-llama-gpu": (large_llama_gpu.__file__, tiny_llama_gpu.__file__, tiny_llama.__file__),
 }
 
 FIXTURE_MODELS: tuple[str, ...] = tuple(_RECIPES)
@@ -101,8 +103,9 @@ def _intact(folder: Path) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.iterdir())
-        if path.name != _SUMS
-    }
+    return {path.name: _sha256(path) for path in sorted(folder.iterdir()) if path.name != _SUMS}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

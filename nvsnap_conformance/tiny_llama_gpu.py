@@ -8,6 +8,7 @@ every machine. The tokenizer is that of ``tiny-llama``.
 from __future__ import annotations
 
 import json
+import math
 import random
 import struct
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nvsnap_conformance import tiny_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 SEED = 20262
@@ -25,14 +27,15 @@ HEADS = 8
 HEAD_SIZE = 64
 POSITIONS = 1024
 
-_ONE = struct.pack("<f", 1.0)[2:]  # a bfloat16 is the upper half of a float32
+ONE = struct.pack("<f", 1.0)[2:]
+"""1.0 as a bfloat16, which is the upper half of a float32."""
 
 
 def write(folder: Path) -> None:
     """Write the model's files into ``folder``, which exists and is empty."""
     tiny_llama.write_json(folder / "config.json", _config())
     tiny_llama.write_tokenizer(folder, positions=POSITIONS)
-    (folder / "model.safetensors").write_bytes(_safetensors())
+    _write_safetensors(folder / "model.safetensors")
 
 
 def _config() -> dict[str, Any]:
@@ -77,21 +80,30 @@ def _shapes() -> dict[str, tuple[tuple[int, ...], float]]:
     return shapes
 
 
-def _safetensors() -> bytes:
+def _write_safetensors(path: Path) -> None:
     generator = random.Random(SEED)  # noqa: S311 - reproducible weights are the purpose
+    shapes = _shapes()
+    with path.open("wb") as file:
+        file.write(safetensors_header({name: shape for name, (shape, _) in shapes.items()}))
+        for shape, deviation in shapes.values():
+            count = math.prod(shape)
+            file.write(ONE * count if deviation == 0.0 else uniform(generator, count, deviation))
+
+
+def safetensors_header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """Return the header of a safetensors file of bfloat16 tensors, which follow it in the same order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = bytearray()
-    for name, (shape, deviation) in _shapes().items():
-        count = shape[0] * (shape[1] if len(shape) > 1 else 1)
-        start = len(data)
-        data += _ONE * count if deviation == 0.0 else _uniform(generator, count, deviation)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, len(data)]}
+    start = 0
+    for name, shape in shapes.items():
+        end = start + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text + bytes(data)
+    return struct.pack("<Q", len(text)) + text
 
 
-def _uniform(generator: random.Random, count: int, deviation: float) -> bytes:
+def uniform(generator: random.Random, count: int, deviation: float) -> bytes:
     """Return ``count`` bfloat16 values, each one of 256 that are evenly spread, by two tables of bytes."""
     reach = deviation * 3**0.5
     values = [struct.pack("<f", (2 * step - 255) / 255 * reach)[2:] for step in range(256)]

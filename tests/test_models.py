@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nvsnap_conformance import tiny_llama
+from nvsnap_conformance import large_llama_gpu, tiny_llama
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.models import ensure_model
 
@@ -145,3 +146,31 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytes
 GPU_WEIGHTS = "9baa13b8b4017ad3b07621e86c25dc9af20052930b8662d6c21aeb889dbcc997"
 WEIGHTS = "06540c4e7b87c5970f1d1883449af92d40cd3ccf6141cda0f3edde54c5c4178c"
 TOKENIZER = "6c7db3cbd5d189b1d74854b9d93731c08eeea8736697e6b0a3cd777813727b9b"
+
+
+def test_the_large_model_is_the_pool_from_changing_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 96, "LAYERS": 2, "HEADS": 2, "HEAD_SIZE": 32}.items():
+        monkeypatch.setattr(large_llama_gpu, name, value)
+    monkeypatch.setattr(large_llama_gpu, "POOL", 1001)  # smaller than most matrices, so that it comes round
+    large_llama_gpu.write(tmp_path)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    del header["__metadata__"]
+    assert max(entry["data_offsets"][1] for entry in header.values()) == len(raw) - 8 - length
+    data = raw[8 + length :]
+    matrices = {
+        name: data[slice(*entry["data_offsets"])]
+        for name, entry in header.items()
+        if "layers" in name and len(entry["shape"]) == 2
+    }
+    assert len({values[:400] for values in matrices.values()}) == len(matrices) == 14
+    q = matrices["model.layers.0.self_attn.q_proj.weight"]
+    assert q[: 2 * 500] == q[2 * 1001 : 2 * 1501]
+
+
+def test_the_large_model_is_at_least_eight_gibibytes() -> None:
+    values = sum(math.prod(shape) for shape, _ in large_llama_gpu._shapes().values())
+    assert 8 << 30 <= 2 * values < 9 << 30
