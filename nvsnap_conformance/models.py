@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -107,5 +108,12 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _sha256(path: Path) -> str:
+    status = path.stat()
+    return _sha256_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _sha256_of(path: Path, *_: int) -> str:
+    """Read a file once for each process: every engine's start verifies its model, which may be large."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
