@@ -299,6 +299,13 @@ def test_graphs_that_do_not_come_back() -> None:
 def test_a_wrong_answer_after_recapture_and_a_failed_restore() -> None:
     wrong, failed = recaptured(), recaptured()
     wrong.answers["captured"] = Completion("p", (1, 3), (0.0, 0.0), "")
+    eager = recaptured()
+    eager.answers["eager"] = wrong.answers["captured"]
+    assert names(recapture.check_come_back(eager)) == ["ORACLE:TOKENS"]
+    eager.reports = None
+    assert recapture.check_come_back(eager) == []
+    eager.answers["between"] = eager.answers["before"]
+    assert names(recapture.check_come_back(eager)) == ["ORACLE:TOKENS"]
     failed.replies["restore"] = [reply(0, error={"type": "NotPrepared", "message": ""})]
     assert names(recapture.check_come_back(wrong)) == ["ORACLE:TOKENS"]
     assert names(recapture.check_come_back(failed)) == ["CYCLE:RESTORE"]
