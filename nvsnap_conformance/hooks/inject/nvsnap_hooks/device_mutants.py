@@ -102,6 +102,8 @@ class StaleManager(ReferenceHooks):
             if isinstance(resource, Group):
                 resource.holders = [h for h in resource.holders if "All2AllManager" not in h.where]
                 resource.stuck = [*resource.stuck, "an all-to-all manager"]
+                # Nor does it look any further.
+                resource.hidden_holders = lambda group: []  # type: ignore[method-assign] # noqa: ARG005
         return found
 
     def release(self, resource: Any) -> str:

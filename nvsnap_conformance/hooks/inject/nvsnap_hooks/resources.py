@@ -174,12 +174,17 @@ class Group:
         if watch() is not None:
             gc.collect()
         if (alive := watch()) is not None:
-            for holder in (hidden := find_untracked(alive)):
+            hidden = self.hidden_holders(alive)
+            del alive
+            for holder in hidden:
                 holder.put(Tombstone(self.name))
             self.holders = [*self.holders, *hidden]
-            del alive
         if watch() is not None:
             raise StillHeld(f"{self.name} is still held by {self.stuck or 'something unknown'}")
+
+    def hidden_holders(self, group: Any) -> list[Holder]:
+        """Return the holders that the collector does not track; slow, so only where the group is alive."""
+        return find_untracked(group)
 
     def rebuild(self, context: Context) -> str:
         """Make the group again, with connections bounded by the context, and hand it to every holder."""
