@@ -190,6 +190,28 @@ def test_five_cycles_leave_everything_as_it_was(engine: VllmHandle, reference: l
     assert all(count["while_prepared"] == 0 for count in ask(engine, "forwards", LOADER))
 
 
+def test_groups_left_alive_on_request_are_kept(engine: VllmHandle, reference: list[Completion]) -> None:
+    left = HooksSpec(options={"teardown": {"nccl": "live"}})
+    before = held(engine)
+    groups = [{n for n, r in rank.items() if r["kind"] == "process-group"} for rank in before]
+    engine.quiesce(soon())
+    prepared = ask(engine, "prepare", left)
+    while_prepared = held(engine)
+    restored = ask(engine, "restore", left)
+    engine.resume(soon())
+    for rank, names in enumerate(groups):
+        for report in (prepared[rank], restored[rank]):
+            assert {n for n, o in outcomes(report).items() if o == "kept"} == names
+        assert set(while_prepared[rank]) == names | KEPT
+        assert all(held(engine)[rank][n]["identity"] == before[rank][n]["identity"] for n in names)
+    assert answers(engine) == reference
+    engine.quiesce(soon())
+    wrong = HooksSpec(options={"teardown": {"nccl": "gone"}})
+    assert set(errors(engine.rpc("prepare", hooks=wrong, deadline=soon()), engine)) == {"BadOption"}
+    engine.resume(soon())
+    assert states(engine) == {"serving"}
+
+
 def test_request_to_a_prepared_engine_waits_and_is_right(
     engine: VllmHandle, reference: list[Completion]
 ) -> None:
