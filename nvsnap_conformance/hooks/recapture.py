@@ -13,6 +13,7 @@ from nvsnap_conformance.engines.protocol import HooksSpec, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded
 from nvsnap_conformance.lifecycle import accounting, oracle
 from nvsnap_conformance.lifecycle.driver import OBSERVER
+from nvsnap_conformance.lifecycle.graphs import CALLS
 from nvsnap_conformance.outcomes import Finding, finding
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 STAND_INS = HooksSpec("nvsnap_hooks.graph_standins:GraphStandIns")
 GRAPHS = "cuda-graphs"
 PROMPT = oracle.PROMPTS[0]
-CALLS = 200
-"""More calls of ``recapture`` than any engine has graphs for: hooks that never end are told."""
 
 
 @dataclass
@@ -74,28 +73,6 @@ def observe(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline) -> Ob
         engine.rpc("remove", hooks=STAND_INS, deadline=deadline)
     engine.resume(deadline)
     return seen
-
-
-def finish(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline, number: int = 64) -> bool:
-    """Have dropped graphs captured again now, ``number`` for each call; return whether all are there.
-
-    False where these hooks have nothing to capture, or cannot.
-    """
-    engine.quiesce(deadline)
-    try:
-        for _ in range(CALLS):
-            replies = engine.rpc("recapture", hooks=hooks, deadline=deadline, number=number)
-            states = {_state(reply) for reply in replies}
-            if not states <= {"eager", "capturing"}:
-                return states == {"captured"}
-        return False
-    finally:
-        engine.resume(deadline)
-
-
-def _state(reply: RankReply) -> str | None:
-    graphs = reply.value.get("graphs") if isinstance(reply.value, dict) else None
-    return graphs.get("state") if isinstance(graphs, dict) else None
 
 
 def _capture(engine: EngineHandle, hooks: HooksSpec, seen: Observation, deadline: Deadline) -> None:

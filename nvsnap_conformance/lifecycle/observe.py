@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import EngineHandle, RequestFailed
 from nvsnap_conformance.errors import NvsnapError
+from nvsnap_conformance.lifecycle import graphs
 from nvsnap_conformance.lifecycle.oracle import Answers, take_answers
 from nvsnap_conformance.lifecycle.provenance import RankIdentity, plant_nonces, take_identities
+from nvsnap_conformance.lifecycle.trace import Verb
 from nvsnap_conformance.outcomes import Finding, Outcome, Signature, finding
 
 if TYPE_CHECKING:
@@ -65,8 +67,9 @@ def observe_cycle(
 ) -> CycleObservation:
     """Take answers and identities, run one cycle, take them again ``repeats`` times.
 
-    A cycle that fails, or an engine that no longer answers after it, is part of the observation. Where a
-    verb ran into its deadline, ``diagnose`` looks at the engine from outside at once.
+    A cycle that fails, or an engine that no longer answers after it, is part of the observation. Graphs that
+    the hooks put off are captured before answers are compared. Where a verb ran into its deadline,
+    ``diagnose`` looks at the engine from outside at once.
     """
     deadline = Deadline.after(CYCLE_SECONDS)
     observation = CycleObservation(
@@ -83,6 +86,8 @@ def observe_cycle(
             observation.diagnosis = diagnose(f"{failure.verb} did not end: {failure.message}")
         return observation
     try:
+        if graphs.deferred(observation.record.replies.get(Verb.REBUILD, ())):
+            graphs.capture_all(engine, driver.hooks, deadline=deadline)
         for _ in range(repeats):
             observation.after.append(take_answers(engine, deadline))
         observation.identities = take_identities(engine, deadline)

@@ -19,7 +19,7 @@ from nvsnap_conformance.engines.protocol import (
 )
 from nvsnap_conformance.errors import NvsnapError, TargetError
 from nvsnap_conformance.gpus import VISIBLE, Lease, lease
-from nvsnap_conformance.hooks import recapture
+from nvsnap_conformance.lifecycle import graphs
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 from nvsnap_conformance.lifecycle.oracle import Answers, check_answers, take_answers
 from nvsnap_conformance.report.degraded import degradations
@@ -249,7 +249,7 @@ class EnginePool:
             inventory = handle.rpc("snapshot", hooks=OBSERVER, deadline=deadline)
             if resources_by_rank(inventory) != resources_by_rank(live.inventory):
                 # A case that restored it need not have waited for the graphs to come back.
-                recapture.finish(handle, HooksSpec(), deadline=deadline)
+                graphs.capture_all(handle, HooksSpec(), deadline=deadline)
                 inventory = handle.rpc("snapshot", hooks=OBSERVER, deadline=deadline)
             if resources_by_rank(inventory) != resources_by_rank(live.inventory):
                 return "its ranks hold other resources than at the start"

@@ -1,0 +1,47 @@
+"""Graphs that a restore left to be captured again: having that done now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nvsnap_conformance.deadline import Deadline
+    from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply
+
+CALLS = 200
+"""More calls of ``recapture`` than any engine has graphs for: hooks that never end are told."""
+
+
+def deferred(replies: Iterable[RankReply]) -> bool:
+    """Whether any rank's report says that something comes back later (``deferred``)."""
+    return any(
+        isinstance(entry, dict) and entry.get("outcome") == "deferred"
+        for reply in replies
+        if isinstance(reply.value, dict)
+        for entry in reply.value.get("resources") or ()
+    )
+
+
+def capture_all(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline, number: int = 64) -> bool:
+    """Have dropped graphs captured again, ``number`` for each call; return whether all are there.
+
+    False where these hooks have nothing to capture, or cannot. Eager and captured computation need not agree
+    in 16-bit formats, so answers are comparable only once the graphs are back.
+    """
+    engine.quiesce(deadline)
+    try:
+        for _ in range(CALLS):
+            replies = engine.rpc("recapture", hooks=hooks, deadline=deadline, number=number)
+            states = {_state(reply) for reply in replies}
+            if states == {"captured"} or not states <= {"eager", "capturing", "captured"}:
+                return states == {"captured"}
+        return False
+    finally:
+        engine.resume(deadline)
+
+
+def _state(reply: RankReply) -> str | None:
+    graphs = reply.value.get("graphs") if isinstance(reply.value, dict) else None
+    return graphs.get("state") if isinstance(graphs, dict) else None
