@@ -173,6 +173,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         session.before_case(item)
 
 
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Note that the body of a case was run: no case has passed without."""
+    if _existing(pyfuncitem.config) is None:
+        return (yield)
+    from nvsnap_conformance.session.execution import watched  # noqa: PLC0415 - the plugin stays light
+
+    with watched(pyfuncitem):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

@@ -27,6 +27,14 @@ owner = "me"
 expires = 2020-01-01
 """
 
+LISTING = """
+import pytest
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    for item in session.items: print("chosen " + item.nodeid)
+    del session.items[:]
+"""
+
 
 def call(*words: str) -> Result:
     return CliRunner().invoke(cli.main, words)
@@ -133,20 +141,25 @@ def test_run_maps_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ]
 
 
-def test_run_collects_the_shipped_cases_from_a_hostile_folder(tmp_path: Path) -> None:
+def test_run_collects_the_shipped_cases_from_a_hostile_folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (tmp_path / "conftest.py").write_text("raise SystemExit('the conftest of a stranger was read')\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n")
     (tmp_path / "test_stranger.py").write_text("def test_stranger(): ...\n")
     before = sorted(tmp_path.iterdir())
-    words = ["run", "--tp", "1", "--profile", "lifecycle", "--", "--collect-only", "-q"]
+    listing = tmp_path_factory.mktemp("plugin")
+    (listing / "listing.py").write_text(LISTING)
+    words = ["run", "--tp", "1", "--profile", "lifecycle", "--", "-p", "listing", "-q"]
     answer = subprocess.run(
         [sys.executable, "-m", "nvsnap_conformance.cli", *words],
         capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{Path(cli.__file__).parents[1]}:{listing}"},
     )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.returncode == ExitCode.INCOMPLETE, answer.stdout + answer.stderr
     assert "warning" not in answer.stdout.lower()
-    collected = {line.partition("[")[0] for line in answer.stdout.splitlines() if "::" in line}
+    rows = [line.removeprefix("chosen ") for line in answer.stdout.splitlines() if "chosen " in line]
+    collected = {line.partition("[")[0] for line in rows}
     wanted = set(load_registry().profile("lifecycle").clauses)
     assert collected == {c.nodeid for c in load_catalogue().cases if wanted.intersection(c.clauses)}
     assert [path for path in sorted(tmp_path.iterdir()) if path.name != "nvs-runs"] == before
@@ -156,7 +169,7 @@ def test_run_collects_the_shipped_cases_from_a_hostile_folder(tmp_path: Path) ->
     ("options", "code"),
     [
         (["--no-such-option"], ExitCode.USAGE),
-        (["--collect-only", "-q", "-k", "no_case_is_called_so"], ExitCode.INCOMPLETE),
+        (["-q", "-k", "no_case_is_called_so"], ExitCode.INCOMPLETE),
     ],
 )
 def test_pytests_own_codes_are_translated(options: list[str], code: ExitCode, tmp_path: Path) -> None:
@@ -165,6 +178,40 @@ def test_pytests_own_codes_are_translated(options: list[str], code: ExitCode, tm
         [sys.executable, "-c", ask], capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
     )
     assert answer.returncode == code, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("given", ["argument", "environment"])
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--collect-only", "nvsnap-conformance list"),
+        ("--co", "nvsnap-conformance list"),
+        ("--setup-plan", "--setup-show"),
+        ("--setup-only", "--setup-show"),
+        ("--fixtures", "plain pytest"),
+        ("--fixtures-per-test", "plain pytest"),
+        ("--markers", "plain pytest"),
+        ("--help", "nvsnap-conformance run --help"),
+        ("--version", "nvsnap-conformance --version"),
+        ("-VV", "nvsnap-conformance --version"),
+    ],
+)
+def test_run_refuses_what_has_pytest_run_nothing(
+    option: str, instead: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", "--profile", "hooks", "--out", str(tmp_path / "out")]
+    if given == "environment":
+        monkeypatch.setenv("PYTEST_ADDOPTS", option)
+    else:
+        words += ["--", option]
+    answer = subprocess.run(
+        [sys.executable, "-m", "nvsnap_conformance.cli", *words],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert answer.returncode == ExitCode.USAGE, answer.stdout + answer.stderr
+    assert "error: " in answer.stderr
+    assert instead in answer.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_list_shows_every_clause_with_cases_and_mutants() -> None:

@@ -10,6 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from nvsnap_conformance.outcomes import ExitCode, Outcome
+from nvsnap_conformance.session.judge import ClauseVerdict, exit_code
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -90,6 +93,53 @@ def test_outcomes_and_exit_codes(pytester: pytest.Pytester, body: str, outcome: 
     result = run_case(pytester, body, "--nvs-profile=liveness")
     assert result.ret == code
     assert outcomes(pytester.path / "out")["SUITE-LEAVES-NOTHING@host"] == outcome
+
+
+@pytest.mark.parametrize("option", ["--setup-plan", "--setup-only"])
+@pytest.mark.parametrize("given", ["argument", "environment"])
+def test_a_case_whose_body_did_not_run_has_not_passed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, option: str, given: str
+) -> None:
+    if given == "environment":
+        monkeypatch.setenv("PYTEST_ADDOPTS", option)
+    result = run_case(pytester, "pass", *([option] if given == "argument" else []))
+    assert result.ret == 6
+    assert outcomes(pytester.path / "out")["SUITE-LEAVES-NOTHING@host"] == "not-run"
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert "SUITE-LEAVES-NOTHING@host" in results["missing"]
+    assert results["verdict"] == "INCOMPLETE"
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "@pytest.hookimpl(tryfirst=True)\ndef pytest_pyfunc_call(pyfuncitem): return True",
+        (
+            "@pytest.hookimpl(wrapper=True)\ndef pytest_pyfunc_call(pyfuncitem):\n"
+            "    try: return (yield)\n    except AssertionError: return True"
+        ),
+        "def pytest_collection_modifyitems(items):\n    for item in items: item.runtest = lambda: None",
+        "@pytest.hookimpl(tryfirst=True)\ndef pytest_runtest_protocol(item, nextitem): return True",
+    ],
+    ids=["takes-the-call", "swallows-the-failure", "replaces-runtest", "takes-the-protocol"],
+)
+def test_no_plugin_makes_a_pass_of_a_case_that_did_not_run(pytester: pytest.Pytester, hook: str) -> None:
+    pytester.makeconftest(f"import pytest\n{hook}\n")
+    result = run_case(pytester, "assert False", "--nvs-mutant=asks-only")
+    assert result.ret == 6
+    assert "passed" not in outcomes(pytester.path / "out").values()
+
+
+def test_what_may_be_left_out_is_still_not_conformant_when_it_did_not_run() -> None:
+    verdict = ClauseVerdict("SUITE-LEAVES-NOTHING", "host", Outcome.NOT_RUN, "")
+    assert exit_code([verdict], [], other_failures=False) is ExitCode.INCOMPLETE
+
+
+def test_a_case_that_is_only_collected_has_no_record(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "pass", "--collect-only", "-q")
+    assert result.ret == 0
+    assert not (pytester.path / "out").exists()
+    assert "verdict" not in result.stdout.str()
 
 
 def test_a_mutant_that_survives_is_told(pytester: pytest.Pytester) -> None:

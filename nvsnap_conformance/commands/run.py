@@ -149,10 +149,11 @@ def run_pytest(options: list[str]) -> int:
     """Run the shipped cases with ``options``; return the exit code of the command line.
 
     Neither the user's configuration nor their conftest files are read, and nothing is written beside
-    the cases.
+    the cases. Raises :class:`UsageError` for an option with which pytest runs no case.
     """
     import pytest  # noqa: PLC0415 - not for --help
 
+    from nvsnap_conformance.commands.whole_run import WholeRun  # noqa: PLC0415
     from nvsnap_conformance.shipped import case_roots, shipped_root  # noqa: PLC0415
 
     root = shipped_root()
@@ -161,7 +162,9 @@ def run_pytest(options: list[str]) -> int:
         *("-c", str(_CONFIGURATION), f"--rootdir={root}", f"--confcutdir={root}"),
         *(str(folder) for folder in case_roots()),
     ]
-    status = int(pytest.main([*fixed, *options]))
+    whole = WholeRun()
+    status = int(pytest.main([*fixed, *options], plugins=[whole]))
+    whole.require(status)
     # pytest's own codes have no place beside the suite's: what they say is said by one of these.
     return {
         int(pytest.ExitCode.INTERRUPTED): int(ExitCode.INCOMPLETE),

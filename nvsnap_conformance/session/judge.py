@@ -213,7 +213,7 @@ def exit_code(verdicts: list[ClauseVerdict], missing: list[str], *, other_failur
         return ExitCode.NOT_CONFORMANT
     if Outcome.ENVIRONMENT in outcomes:
         return ExitCode.ENVIRONMENT
-    if missing or Outcome.BLOCKED in outcomes:
+    if missing or outcomes & {Outcome.BLOCKED, Outcome.NOT_RUN}:
         return ExitCode.INCOMPLETE
     return ExitCode.CONFORMANT
 

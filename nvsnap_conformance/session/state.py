@@ -21,6 +21,7 @@ from nvsnap_conformance.report.model import (
     RunRecord,
 )
 from nvsnap_conformance.report.record import EventStream, write_results
+from nvsnap_conformance.session.execution import NOT_RUN, forget, ran
 from nvsnap_conformance.session.judge import (
     Blocked,
     ClauseVerdict,
@@ -134,6 +135,7 @@ class ConformanceSession:
         arm, clauses = arm_of(item), clauses_of(item)
         if arm is None or not clauses:
             return
+        forget(item)
         self.stream.emit("case-start", nodeid=item.nodeid, arm=arm.id, clauses=clauses)
         if arm.target is not None and self.selection.lacks:
             pytest.skip(f"missing: {'; '.join(self.selection.lacks)}")
@@ -207,7 +209,8 @@ class ConformanceSession:
         self, item: pytest.Item, arm: Arm, clauses: list[str], phases: list[tuple[Judgement, float]]
     ) -> CaseRecord:
         # A case that was skipped has a passed teardown; SEVERITY puts a skip last, so look for it first.
-        telling = [j for j, _ in phases if j.outcome is not Outcome.PASSED] or [phases[0][0]]
+        passed = phases[0][0] if ran(item) else Judgement(Outcome.NOT_RUN, message=NOT_RUN)
+        telling = [j for j, _ in phases if j.outcome is not Outcome.PASSED] or [passed]
         worst = min(telling, key=lambda j: SEVERITY.index(j.outcome))
         return CaseRecord(
             nodeid=item.nodeid,
