@@ -10,6 +10,7 @@ import click
 
 from nvsnap_conformance import __version__
 from nvsnap_conformance.errors import NvsnapError
+from nvsnap_conformance.outcomes import ExitCode
 from nvsnap_conformance.suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -66,9 +67,15 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, line) for name, (_, line) in sorted(self._lazy.items())])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of the suite ends with its message and its exit code."""
+        """Run the command; an error of the suite ends with its message and its exit code.
+
+        One that is interrupted is incomplete: click's own status for that says "not conformant" here.
+        """
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(int(ExitCode.INCOMPLETE))
         except NvsnapError as error:
             show_error(error)
             sys.exit(int(error.exit_code))

@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin(name)
     config.pluginmanager.register(ReportListener(config), "nvsnap-report-listener")
     given = ("nvs_target", "nvs_profile", "nvs_tp", "nvs_mutant", "nvs_inject", "nvs_out")
-    if os.environ.get("NVS_TARGET") or any(config.getoption(name) for name in given):
+    if os.environ.get("NVS_TARGET") or any(config.getoption(name) is not None for name in given):
         conformance(config)
         if getattr(config.option, "dist", "no") == "load":
             # Cases that share an engine belong to one worker; pytest-xdist's own default would split them.
@@ -102,17 +102,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def conformance(config: pytest.Config) -> ConformanceSession:
     """Return the session's conformance state, made on first use.
 
-    Raises ``pytest.UsageError`` for options that cannot be taken.
+    Raises ``pytest.UsageError`` for options that cannot be taken, and ends pytest where the record cannot be
+    written.
     """
     session = config.stash.get(_SESSION, None)
     if session is None:
-        from nvsnap_conformance.errors import NvsnapError  # noqa: PLC0415 - the plugin stays light
+        from nvsnap_conformance.errors import NvsnapError, UsageError  # noqa: PLC0415 - light otherwise
         from nvsnap_conformance.session.state import ConformanceSession  # noqa: PLC0415
 
         try:
             session = ConformanceSession(config)
-        except NvsnapError as error:
+        except UsageError as error:
             raise pytest.UsageError(str(error)) from error
+        except NvsnapError as error:
+            pytest.exit(str(error), returncode=int(error.exit_code))
         config.stash[_SESSION] = session
     return session
 
@@ -208,12 +211,17 @@ class ReportListener:
             conformance(self.config).take_report(report)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Close engines, finish the record, and set the exit code."""
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Generator[None]:
+    """Close engines, finish the record, and set the exit code, whatever reporters could not write."""
     state = _existing(session.config)
-    if state is not None:
-        session.exitstatus = state.finish(exitstatus)
+    if state is None:
+        return (yield)
+    try:
+        yield
+    except OSError as error:
+        state.file_failed(error)
+    session.exitstatus = state.finish(exitstatus)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +87,10 @@ def test_an_unknown_command_offers_the_nearest() -> None:
         (["--mutant", "prepare-nothin"], "Did you mean 'prepare-nothing'"),
         (["--mutants", "all"], "No such option"),
         (["--out", sys.executable], "is a file"),
+        (["--out", f"{sys.executable}/x"], "is a file"),
+        (["--out", ""], "it is empty"),
+        (["--out", " "], "it is empty"),
+        (["--out", "n" * 300], "File name too long"),
     ],
 )
 def test_run_refuses_before_anything_is_started(
@@ -95,6 +101,64 @@ def test_run_refuses_before_anything_is_started(
     assert result.exit_code == ExitCode.USAGE
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def check_unwritable(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "run_pytest", lambda _options: pytest.fail("something was started"))
+    result = call("run", *words)
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    for text in ("error: the run record cannot be written", "likely cause: ", "next step: ", "--out"):
+        assert text in result.output
+    assert "Traceback" not in result.output
+
+
+def test_run_refuses_a_folder_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_unwritable(["--out", "/proc/nvsnap"], monkeypatch)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["named", "working-directory"])
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_run_refuses_a_folder_of_another(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.chdir(tmp_path)
+    check_unwritable(["--out", str(tmp_path)] if given else [], monkeypatch)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["named", "working-directory"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_run_refuses_a_folder_that_takes_no_file(
+    given: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("nvsnap_conformance.report.place.tempfile.TemporaryFile", refuse)
+    monkeypatch.chdir(tmp_path)
+    check_unwritable(["--out", str(tmp_path / "a" / "b")] if given else [], monkeypatch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_refuses_a_working_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(run_module, "run_pytest", lambda _options: pytest.fail("something was started"))
+    result = call("run")
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert "there is no working directory" in result.output
+
+
+def test_an_interrupted_command_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_options: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "run_pytest", interrupt)
+    assert call("run").exit_code == ExitCode.INCOMPLETE
 
 
 def test_run_refuses_an_expired_expectation(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from nvsnap_conformance.outcomes import ExitCode, Outcome
+from nvsnap_conformance.report.record import read_events, read_results
 from nvsnap_conformance.session.judge import ClauseVerdict, exit_code
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CASE = """
@@ -206,19 +208,134 @@ def test_a_failing_plain_test_beside_the_cases_is_not_lost(pytester: pytest.Pyte
     assert result.ret == 1
 
 
-def test_an_interrupted_run_keeps_what_it_has(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(
-        test_case=CASE.format(body="pass")
-        + "\ndef test_z_interrupt():\n    import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    pytester.makeconftest(
-        "def pytest_collection_modifyitems(items): items.sort(key=lambda item: item.name)\n"
-    )
+@pytest.mark.parametrize(
+    ("out", "code", "words"),
+    [
+        ("", pytest.ExitCode.USAGE_ERROR, "it is empty"),
+        ("n" * 300, pytest.ExitCode.USAGE_ERROR, "File name too long"),
+        ("test_case.py/x", pytest.ExitCode.USAGE_ERROR, "is a file"),
+        ("/proc/nvsnap", ExitCode.ENVIRONMENT, "cannot be written"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_told_before_anything_else(
+    pytester: pytest.Pytester, out: str, code: int, words: str
+) -> None:
+    pytester.makepyfile(test_case=CASE.format(body="pass"))
+    result = pytester.runpytest_subprocess(f"--nvs-out={out}")
+    assert result.ret == code
+    assert words in result.stderr.str()
+    for stream in (result.stdout.str(), result.stderr.str()):
+        assert "Traceback" not in stream
+        assert "INTERNALERROR" not in stream
+    assert "collected" not in result.stdout.str()
+
+
+FULL = """
+import errno, os, pytest
+from pathlib import Path
+from nvsnap_conformance.outcomes import require
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.clause("SUITE-LEAVES-NOTHING")
+def test_case(host_arm, number):
+    Path("ran").open("a").write(str(number))
+    if number == 1:
+        {fill}
+"""
+FILL = """
+        with open("out/filler", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(512)): pass
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+"""
+INJECT = """
+        def full(*args, **kwargs): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        Path.write_text = full
+"""
+
+
+@pytest.fixture(params=["tmpfs", "injected"])
+def full_disk(request: pytest.FixtureRequest, pytester: pytest.Pytester) -> Iterator[str]:
+    """Give the code that fills the disk below ``out``."""
+    if request.param == "injected":
+        yield INJECT
+        return
+    out = pytester.path / "out"
+    out.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(out)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted, which takes root: {made.stderr.strip()}")
+    yield FILL
+    subprocess.run(["umount", str(out)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_it_has(pytester: pytest.Pytester, full_disk: str) -> None:
+    pytester.makepyfile(test_case=FULL.format(fill=full_disk))
+    result = pytester.runpytest_subprocess("--nvs-out=out", "--junitxml=out/junit.xml")
+    assert result.ret == ExitCode.ENVIRONMENT
+    output = result.stdout.str()
+    assert output.count("error: the run record cannot be written") == 1
+    for words in ("No space left on device", "Likely cause: the disk is full", "Next step: make room"):
+        assert words in output
+    for stream in (output, result.stderr.str()):
+        assert "Traceback" not in stream
+        assert "INTERNALERROR" not in stream
+    assert (pytester.path / "ran").read_text() == "01"
+    out = pytester.path / "out"
+    kept = read_results(out / "results.json")
+    assert kept.cases[0].outcome == "passed"
+    assert read_events(out / "events.jsonl")[0]["kind"] == "session"
+    for junit in out.glob("junit.xml"):
+        ElementTree.parse(junit)
+    assert not list(out.glob(".results*"))
+
+
+def test_a_report_that_cannot_be_written_is_told_and_the_record_is_kept(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "pass", "--nvs-mutant=asks-only", "--junitxml=/proc/nvsnap/junit.xml")
+    assert result.ret == ExitCode.ENVIRONMENT
+    assert "cannot be written: /proc/nvsnap" in result.stdout.str()
+    assert "Traceback" not in result.stdout.str() + result.stderr.str()
+    assert read_results(pytester.path / "out" / "results.json").exit_code == ExitCode.ENVIRONMENT
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupted_run_keeps_what_it_has(pytester: pytest.Pytester, name: str) -> None:
+    second = CASE.format(body=f"os.kill(os.getpid(), signal.{name})").replace("test_case", "test_second")
+    pytester.makepyfile(test_case=f"import os, signal\n{CASE.format(body='pass')}\n{second}")
     result = pytester.runpytest_subprocess("--nvs-out=out", "--nvs-profile=liveness")
     assert result.ret == pytest.ExitCode.INTERRUPTED
     results = json.loads((pytester.path / "out" / "results.json").read_text())
     assert results["state"] == "aborted"
+    assert results["verdict"] == "aborted"
     assert results["exit_code"] is None
+    assert [case["outcome"] for case in results["cases"]] == ["passed"]
+    assert read_events(pytester.path / "out" / "events.jsonl")[-1]["kind"] == "end"
+
+
+def test_a_second_signal_does_not_disturb_the_end_of_the_run(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_case=CASE.format(body="os.kill(os.getpid(), signal.SIGTERM)"))
+    pytester.makeconftest(
+        "import os, signal\n"
+        "def pytest_sessionfinish():\n    for n in (signal.SIGTERM, signal.SIGHUP): os.kill(os.getpid(), n)\n"
+    )
+    (pytester.path / "test_case.py").write_text(
+        "import os, signal\n" + (pytester.path / "test_case.py").read_text()
+    )
+    result = pytester.runpytest_subprocess("--nvs-out=out")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert read_results(pytester.path / "out" / "results.json").state == "aborted"
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_case=CASE.format(body="__import__('os').kill(__import__('os').getpid(), 1)"))
+    pytester.makeconftest("import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n")
+    pytester.runpytest_subprocess("--nvs-mutant=asks-only", "-p", "no:cacheprovider")
+    (results,) = pytester.path.glob("nvs-runs/*/results.json")
+    assert read_results(results).state == "complete"
 
 
 def test_xdist_workers_report_to_one_record(pytester: pytest.Pytester) -> None:

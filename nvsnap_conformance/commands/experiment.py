@@ -26,7 +26,7 @@ def experiment() -> None:
     help="A file of arms (TOML) in place of the shipped one.",
 )  # fmt: skip
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR",
+    "--out", metavar="DIR",
     help="Folder of the record. Default: a new one below ./nvs-runs.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with the record in --out: decided arms are kept.")
@@ -45,7 +45,7 @@ def teardown(  # noqa: PLR0917 - click passes options by name
     size: int,
     names: tuple[str, ...],
     file: Path | None,
-    out: Path | None,
+    out: str | None,
     resume: bool,
     at_once: int,
     seconds: float | None,
@@ -70,10 +70,16 @@ def teardown(  # noqa: PLR0917 - click passes options by name
     if resume and out is None:
         raise UsageError("--resume without --out", next_step="name the folder to go on with")
     from nvsnap_conformance.experiments.runner import Experiment  # noqa: PLC0415
-    from nvsnap_conformance.report.record import new_folder  # noqa: PLC0415
+    from nvsnap_conformance.report.place import (  # noqa: PLC0415
+        named_folder,
+        new_folder,
+        require_writable,
+    )
+    from nvsnap_conformance.termination import interrupting  # noqa: PLC0415
 
-    folder = (out or new_folder()).resolve()
-    with _apparatus(target, size, at_once=at_once, rehearse=rehearse) as apparatus:
+    folder = new_folder() if out is None else named_folder(out)
+    require_writable(folder)
+    with interrupting(), _apparatus(target, size, at_once=at_once, rehearse=rehearse) as apparatus:
         run = Experiment(
             plan,
             chosen,

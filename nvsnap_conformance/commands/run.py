@@ -45,7 +45,7 @@ _ENTRY_POINT = "nvsnap_conformance"
     help="Put a shipped known-bad implementation in place of the one under test. May be given again.",
 )  # fmt: skip
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="DIR",
+    "--out", metavar="DIR",
     help="Folder of the run record. Default: a new one below ./nvs-runs.",
 )  # fmt: skip
 @click.option("--cold", is_flag=True, help="Start every engine cold.")
@@ -58,7 +58,7 @@ def run(  # noqa: PLR0917 - click passes options by name
     profile: str | None,
     sizes: tuple[int, ...],
     mutants: tuple[str, ...],
-    out: Path | None,
+    out: str | None,
     cold: bool,
     verbose: int,
     pytest_args: tuple[str, ...],
@@ -68,17 +68,22 @@ def run(  # noqa: PLR0917 - click passes options by name
     Everything that is named is checked before anything is started. What follows -- is passed on to
     pytest.
     """
-    from nvsnap_conformance.report.record import new_folder  # noqa: PLC0415 - not for --help
+    from nvsnap_conformance.report.place import (  # noqa: PLC0415 - not for --help
+        named_folder,
+        new_folder,
+        require_writable,
+    )
 
     targets = with_hooks(targets, hooks)
-    check_selection(targets, profile, sizes, mutants, out, inject=inject)
+    check_selection(targets, profile, sizes, mutants, inject=inject)
+    folder = new_folder() if out is None else named_folder(out)
+    require_writable(folder)
     options: list[str] = ["-v"] * verbose
     options += [f"--nvs-target={target}" for target in targets]
     options += [f"--nvs-inject={inject}"] if inject else []
     options += [f"--nvs-profile={profile}"] if profile else []
     options += [f"--nvs-tp={size}" for size in sizes]
     options += [f"--nvs-mutant={name}" for name in mutants]
-    folder = out or new_folder()
     options += [f"--nvs-out={folder}", f"--junitxml={folder / 'junit.xml'}"]
     options += ["--nvs-cold"] if cold else []
     sys.exit(run_pytest([*options, *pytest_args]))
@@ -120,7 +125,6 @@ def check_selection(
     profile: str | None,
     sizes: tuple[int, ...],
     mutants: tuple[str, ...],
-    out: Path | None,
     *,
     inject: str | None = None,
 ) -> None:
@@ -141,8 +145,6 @@ def check_selection(
             target.injected_by(inject)
         target.require_tensor_parallel(sizes)
         target.expectations().validate(registry, today=today)
-    if out is not None and out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file", next_step="name a folder, which may not exist yet")
 
 
 def run_pytest(options: list[str]) -> int:

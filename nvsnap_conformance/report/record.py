@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nvsnap_conformance.report.model import RunRecord
+from nvsnap_conformance.report.place import unwritten
 
-
-def new_folder() -> Path:
-    """Return the path of a new record's folder below the working directory; it does not exist yet."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return Path.cwd() / "nvs-runs" / f"{stamp}-{os.getpid()}"
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class EventStream:
@@ -34,25 +32,37 @@ class EventStream:
         self._file: TextIO | None = None
 
     def emit(self, kind: str, **facts: Any) -> None:
-        """Append one event; a value that JSON does not know is written as its text."""
+        """Append one event; a value that JSON does not know is written as its text.
+
+        Raises :class:`EnvironmentFailure` where it cannot be written; the events before stay readable.
+        """
         line = {
             "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "monotonic": round(time.monotonic(), 6),
             "kind": kind,
             **facts,
         }
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._file = os.fdopen(descriptor, "w", encoding="utf-8")
-        self._file.write(json.dumps(line, default=str) + "\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = self._open()
+            self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.flush()
+        except OSError as error:
+            self.close()
+            raise unwritten(self.path, error) from error
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "w", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file; a later event opens it again."""
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            # What could not be written is still in the buffer, and fails again.
+            with suppress(OSError):
+                file.close()
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -73,12 +83,20 @@ def write_results(folder: Path, record: RunRecord) -> Path:
 
 
 def write_whole(path: Path, text: str) -> Path:
-    """Replace ``path`` atomically, with mode 0600, and return it; its folder is made where need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace ``path`` atomically, with mode 0600, and return it; its folder is made where need be.
+
+    Raises :class:`EnvironmentFailure` where it cannot be written; what was there before stays.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.chmod(0o600)
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.chmod(0o600)
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise unwritten(path, error) from error
     return path
 
 

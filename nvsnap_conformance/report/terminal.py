@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from nvsnap_conformance.outcomes import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import pytest
 
+    from nvsnap_conformance.errors import NvsnapError
     from nvsnap_conformance.report.model import ClauseRecord, RunRecord
 
 _COLOUR = {
@@ -21,8 +23,13 @@ _COLOUR = {
 _NOTE_LINES = 6
 
 
-def write_summary(reporter: pytest.TerminalReporter, record: RunRecord, folder: Path) -> None:
-    """Write the summary of a finished record to pytest's terminal."""
+def write_summary(
+    reporter: pytest.TerminalReporter,
+    record: RunRecord,
+    folder: Path,
+    troubles: Sequence[NvsnapError] = (),
+) -> None:
+    """Write the summary of a finished record to pytest's terminal; ``troubles`` are the run's, of no case."""
     reporter.write_sep("=", "clauses")
     by_clause: dict[str, list[ClauseRecord]] = {}
     for clause in record.clauses:
@@ -66,5 +73,8 @@ def write_summary(reporter: pytest.TerminalReporter, record: RunRecord, folder: 
             f"ready in {engine.seconds_to_ready:.1f} s, "
             f"isolated by {', '.join(engine.isolation) or 'session only'}"
         )
+    for trouble in troubles:
+        for line in f"error: {trouble}".splitlines():
+            reporter.write_line(line, red=True)
     reporter.write_line(f"record: {folder}")
     reporter.write_sep("=", f"verdict: {record.verdict}", green=good, red=not good, bold=True)

@@ -14,6 +14,7 @@ from nvsnap_conformance.errors import (
     NvsnapError,
 )
 from nvsnap_conformance.outcomes import ConformanceFailure, ExitCode, Outcome, Signature, worst
+from nvsnap_conformance.report.place import FULL
 
 if TYPE_CHECKING:
     from nvsnap_conformance.expectations import Expectation
@@ -58,6 +59,8 @@ def judge_exception(error: BaseException) -> Judgement:
         return Judgement(Outcome.ENVIRONMENT, Signature("ENVIRONMENT", "FAILED"), str(error))
     if _is_request_failure(error):
         return Judgement(Outcome.CRASH, Signature("ENGINE", "REQUEST_FAILED"), str(error))
+    if isinstance(error, OSError) and error.errno in FULL:
+        return Judgement(Outcome.ENVIRONMENT, Signature("ENVIRONMENT", "DISK_FULL"), str(error))
     if isinstance(error, AssertionError):
         return Judgement(Outcome.FAILED, Signature("ASSERT", "FAILED"), str(error))
     return Judgement(Outcome.UNKNOWN, Signature("SUITE", "ERROR"), f"{type(error).__name__}: {error}")

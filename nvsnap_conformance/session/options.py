@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nvsnap_conformance.clauses.registry import Clause, Registry, load_registry
 from nvsnap_conformance.errors import UsageError
 from nvsnap_conformance.mutants import Mutant, load_mutants
-from nvsnap_conformance.report.record import new_folder
+from nvsnap_conformance.report.place import named_folder, new_folder, require_writable
 from nvsnap_conformance.session.arms import Arm, engine_arms, host_arms
 from nvsnap_conformance.session.marks import pick
 from nvsnap_conformance.targets.model import DEFAULT_TARGET, Target, load_target
@@ -92,7 +92,10 @@ class Selection:
 
 
 def resolve(config: pytest.Config) -> Selection:
-    """Read the options of ``config``; raises ``UsageError`` and its kin for anything that cannot be taken."""
+    """Read the options of ``config``; raises ``UsageError`` and its kin for anything that cannot be taken.
+
+    Raises ``EnvironmentFailure`` for a record's folder that cannot be written.
+    """
     registry = load_registry()
     named = list(config.getoption("nvs_target") or [])
     if not named and os.environ.get("NVS_TARGET"):
@@ -127,15 +130,16 @@ def resolve(config: pytest.Config) -> Selection:
         sizes=sizes,
         profiles=profiles,
         mutants=mutants,
-        out=Path(out).resolve() if out else _default_out(config),
+        out=_default_out(config) if out is None else named_folder(out),
         cold=bool(config.getoption("nvs_cold")),
         host_cases=picked is None,
         lacks=picked.lacks if picked else (),
         clauses=clauses,
     )
-    if not hasattr(config, "workerinput"):
-        _refuse_used(selection.out)
     selection.engine_arms()  # an impossible --tp is a usage error now, not later
+    if not hasattr(config, "workerinput") and not config.getoption("collectonly"):
+        require_writable(selection.out)
+        _refuse_used(selection.out)
     return selection
 
 

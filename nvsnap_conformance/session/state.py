@@ -6,12 +6,14 @@ import os
 import platform
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from nvsnap_conformance import __version__
+from nvsnap_conformance.errors import NvsnapError
 from nvsnap_conformance.outcomes import SEVERITY, ExitCode, Outcome
 from nvsnap_conformance.report.model import (
     CaseRecord,
@@ -20,7 +22,7 @@ from nvsnap_conformance.report.model import (
     MutantRecord,
     RunRecord,
 )
-from nvsnap_conformance.report.record import EventStream, write_results
+from nvsnap_conformance.report.place import unwritten
 from nvsnap_conformance.session.execution import NOT_RUN, forget, ran
 from nvsnap_conformance.session.judge import (
     Blocked,
@@ -34,9 +36,11 @@ from nvsnap_conformance.session.judge import (
     shipped_for,
     verdict_text,
 )
+from nvsnap_conformance.session.keeping import RecordKeeper
 from nvsnap_conformance.session.options import resolve
 from nvsnap_conformance.session.plan import arm_of, clauses_of
 from nvsnap_conformance.session.pool import EnginePool
+from nvsnap_conformance.termination import Terminations
 
 if TYPE_CHECKING:
     from nvsnap_conformance.hooks.standins import Observation as StandInObservation
@@ -60,7 +64,7 @@ class ConformanceSession:
         self.selection = resolve(config)
         self.worker = getattr(config, "workerinput", {}).get("workerid")
         name = f"events-{self.worker}.jsonl" if self.worker else "events.jsonl"
-        self.stream = EventStream(self.selection.out, name)
+        self.stream = RecordKeeper(self.selection.out, name)
         self.pool = EnginePool(self.selection, self.stream, self.progress, worker=self.worker)
         self.pool.on_start = self._engine_started
         self.started = datetime.now(UTC)
@@ -72,6 +76,8 @@ class ConformanceSession:
         self.images: dict[str, ImageObservation] = {}
         self.stand_in_cycles: dict[str, StandInObservation] = {}
         self.final: RunRecord | None = None
+        self.troubles: list[NvsnapError] = []
+        self._terminations = Terminations()
         self.collect_only = bool(config.getoption("collectonly"))
         if self.collect_only:
             return
@@ -83,6 +89,9 @@ class ConformanceSession:
             command=sys.argv,
             worker=self.worker,
         )
+        if self.stream.failure is not None:
+            raise self.stream.failure
+        self._terminations.arm()
 
     # -- what the user sees -------------------------------------------------------------------------
 
@@ -235,7 +244,16 @@ class ConformanceSession:
         self._take_engines(told["engines"])
         self.cases.append(CaseRecord.model_validate(told["case"]))
         if not self.worker:
-            write_results(self.selection.out, self._record("running", None, None))
+            self.stream.results(self._record("running", None, None))
+            self._stop_without_record()
+
+    def _stop_without_record(self) -> None:
+        """Have pytest run no further case once the record cannot be written."""
+        if self.stream.failure is not None:
+            for name in ("session", "dsession"):  # the latter is pytest-xdist's controller
+                loop = self.config.pluginmanager.get_plugin(name)
+                if loop is not None:
+                    loop.shouldstop = self.stream.failure.what
 
     def _take_engines(self, raw: list[dict[str, Any]]) -> None:
         """Add the engines that came up for a case."""
@@ -252,17 +270,42 @@ class ConformanceSession:
 
     def finish(self, exitstatus: int) -> int:
         """Close every engine, write the final record, return the exit status of the session."""
-        self.pool.close()
+        try:
+            self.pool.close()
+        except NvsnapError as error:
+            self.troubles.append(error)
         if self.worker or self.collect_only:
             self.stream.close()
             return exitstatus
         aborted = exitstatus in {pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR}
-        code = None if aborted else self._exit_code(exitstatus)
-        self.final = self._record("aborted" if aborted else "complete", code, datetime.now(UTC))
-        write_results(self.selection.out, self.final)
+        broken = self.stream.failure is not None or bool(self.troubles)
+        self.final = self._final(exitstatus, aborted=aborted, broken=broken)
+        self.stream.results(self.final)
+        if self.stream.failure is not None:
+            self.troubles.insert(0, self.stream.failure)
+            self.final = self._final(exitstatus, aborted=aborted, broken=True)
+        code = self.final.exit_code
         self.stream.emit("end", state=self.final.state, verdict=self.final.verdict, exit_code=code)
         self.stream.close()
-        return exitstatus if code is None else int(code)
+        self._terminations.disarm()
+        return exitstatus if code is None else code
+
+    def _final(self, exitstatus: int, *, aborted: bool, broken: bool) -> RunRecord:
+        """Return the record as it ends; ``broken`` runs have the machine's verdict, whatever was judged."""
+        code = ExitCode.ENVIRONMENT if broken else None if aborted else self._exit_code(exitstatus)
+        return self._record("aborted" if aborted else "complete", code, datetime.now(UTC))
+
+    def file_failed(self, error: OSError) -> None:
+        """Take the error of a file that a reporter of pytest's could not write at the end (``junit.xml``).
+
+        One of the record's own that was cut short is removed: no reader could tell.
+        """
+        junit = self.config.getoption("xmlpath", None)
+        path = Path(error.filename or junit or self.selection.out).resolve()
+        if path.is_file() and path.is_relative_to(self.selection.out):
+            path.unlink()
+        if self.stream.failure is None:  # else it is the same disk, and has been told
+            self.troubles.append(unwritten(path, error))
 
     def _exit_code(self, exitstatus: int) -> ExitCode:
         ours = {case.nodeid for case in self.cases}
@@ -362,4 +405,4 @@ class ConformanceSession:
             return
         from nvsnap_conformance.report.terminal import write_summary  # noqa: PLC0415 - only at the end
 
-        write_summary(reporter, self.final, self.selection.out)
+        write_summary(reporter, self.final, self.selection.out, self.troubles)
