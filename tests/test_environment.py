@@ -285,5 +285,25 @@ def test_an_interpreter_that_is_none_is_refused(interpreter: Path, tmp_path: Pat
     impostor = tmp_path / "python"
     impostor.write_text("#!/bin/sh\necho I am a shell\n")
     impostor.chmod(0o755)
-    with pytest.raises(TargetError, match="does not answer as a Python interpreter"):
+    with pytest.raises(TargetError, match="does not answer as a Python interpreter") as caught:
         EngineEnvironment.from_interpreter(impostor, family="engine")
+    assert "it printed 'I am a shell': it is no Python" in caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        ("true", "printed nothing: it is a program, and no Python"),
+        ("echo 1", "it printed '1': it is no Python"),
+        ("echo broken >&2; exit 3", "broken"),
+        ("printf '\\377'", "decode"),
+    ],
+)
+def test_a_program_that_is_no_python_is_named_as_such(tmp_path: Path, script: str, cause: str) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    with pytest.raises(TargetError, match="does not answer as a Python interpreter") as caught:
+        EngineEnvironment.from_interpreter(program)
+    assert cause in caught.value.cause
+    assert caught.value.next_step

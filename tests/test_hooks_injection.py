@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines import vllm_launch
-from nvsnap_conformance.engines.protocol import LaunchConfig
+from nvsnap_conformance.engines.protocol import HooksSpec, LaunchConfig, RankReply
 from nvsnap_conformance.errors import TargetError, UsageError
-from nvsnap_conformance.hooks.injection import INJECT, PLUGIN_NAME, Injection, Way
+from nvsnap_conformance.hooks.injection import INJECT, PLUGIN_NAME, Injection, Way, require_hooks
+from nvsnap_conformance.session.pool import require_imported
 from nvsnap_conformance.targets.model import load_target
 
 SITE = Injection(Way.SITECUSTOMIZE)
@@ -68,6 +70,75 @@ def host_site(tmp_path: Path, text: str) -> Path:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(text)
     return folder
+
+
+@pytest.fixture
+def vendor(tmp_path: Path) -> Path:
+    """Give a folder with a vendor's hooks."""
+    package = tmp_path / "vendor" / "acme"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "late.py").write_text("import an_engine_that_is_not_here\nclass Hooks: ...\n")
+    (package / "bad.py").write_text("class Hooks(:\n")
+    (package / "star.py").write_text("from acme.late import *\n")
+    (package / "lazy.py").write_text("def __getattr__(name): return object\n")
+    (package / "renamed.py").write_text("class Theirs: ...\nHooks = Theirs\n")
+    (package / "broken").mkdir()
+    (package / "broken" / "__init__.py").write_text("raise RuntimeError('no licence')\n")
+    return package.parent
+
+
+@pytest.mark.parametrize("source", ["late", "star", "lazy", "renamed"])
+def test_hooks_that_may_be_there_pass(vendor: Path, source: str) -> None:
+    require_hooks([sys.executable], dict(os.environ), HooksSpec(f"acme.{source}:Hooks", vendor))
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("nope.mod:Cls", "No module named 'nope'"),
+        ("acme.nope:Cls", "it has no module of this name"),
+        ("acme.late:Hook", "late.py has no Hook"),
+        ("acme.bad:Hooks", "SyntaxError"),
+        ("acme.broken.mod:Hooks", "RuntimeError: no licence"),
+    ],
+)
+def test_hooks_that_cannot_be_imported_are_refused_before_the_engine(
+    vendor: Path, source: str, words: str
+) -> None:
+    with pytest.raises(TargetError, match="cannot be imported") as caught:
+        require_hooks([sys.executable], dict(os.environ), HooksSpec(source, vendor))
+    assert words in str(caught.value)
+    assert "[hooks] source" in caught.value.next_step
+
+
+def test_hooks_without_their_path_are_refused_and_the_shipped_need_none(vendor: Path) -> None:
+    with pytest.raises(TargetError, match=r"the target names no \[hooks\] path"):
+        require_hooks([sys.executable], dict(os.environ), HooksSpec("acme.late:Hooks"))
+    require_hooks([sys.executable], dict(os.environ), HooksSpec())
+    require_hooks(["/bin/true"], dict(os.environ), HooksSpec("acme.late:Hooks", vendor))
+
+
+class Answering:
+    """An engine whose workers answer every call with one error."""
+
+    def __init__(self, **error: str) -> None:
+        self.error = error
+
+    def rpc(self, _method: str, **_facts: Any) -> list[RankReply]:
+        return [RankReply(0, "n", "n", error=self.error)]
+
+
+def test_hooks_that_the_engine_cannot_import_are_no_finding_against_it() -> None:
+    deadline = Deadline.after(1.0)
+    engine: Any = Answering(
+        type="BadRequest", message="acme:H cannot be imported in the engine's interpreter"
+    )
+    with pytest.raises(TargetError, match="cannot be imported"):
+        require_imported(engine, HooksSpec("acme:H"), deadline)
+    require_imported(engine, HooksSpec(), deadline)
+    there: Any = Answering(type="BadRequest", message="acme:H has no method 'nvsnap_is_there'")
+    require_imported(there, HooksSpec("acme:H"), deadline)
 
 
 def test_sitecustomize_brings_the_loader_and_leaves_no_trace_in_the_import_system(engine: Path) -> None:

