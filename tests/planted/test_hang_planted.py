@@ -161,7 +161,9 @@ sys.stdin.read()
         for one in started:
             assert one is not None
             victims.wait_gone(one)
-    wait_for("the folder to go", lambda: not list(tmp_path.glob("nvsnap-ranks-*")), Deadline.after(20.0))
+    wait_for(
+        "the folder to go", lambda: not list(tmp_path.glob("nvsnap-rank-server-*")), Deadline.after(20.0)
+    )
 
 
 ENGINE_FILES = ("vllm/", "torch/", "device_communicators/", "distributed/")

@@ -7,7 +7,6 @@ import os
 import queue
 import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self, cast
@@ -15,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, cast
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import Rank
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
+from nvsnap_conformance.hang.ranks.folder import ERRORS, new_folder
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ class RankServer:
             # libuv's io_uring rings would be shared by forked ranks.
             "USE_LIBUV": "0",
         }
-        self._folder = Path(tempfile.mkdtemp(prefix="nvsnap-ranks-"))
-        self._errors = (self._folder / "stderr.txt").open("wb")
+        self._folder, self._errors = new_folder()
         settings = {
             "paths": [*map(str, paths)],
             "preload": [*preload],
@@ -150,7 +149,7 @@ class RankServer:
 
     def errors(self) -> str:
         """Return the end of what server and ranks wrote to standard error."""
-        return (self._folder / "stderr.txt").read_text(errors="replace")[-3000:]
+        return (self._folder / ERRORS).read_text(errors="replace")[-3000:]
 
     def close(self) -> None:
         """End the server and every rank; idempotent."""

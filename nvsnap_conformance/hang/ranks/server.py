@@ -201,9 +201,19 @@ def reap(children: list[Child]) -> None:
 
 
 def main() -> None:
-    """Serve until standard input closes."""
+    """Serve until standard input closes; the folder of this server goes with it, however far it came."""
     settings = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    # Held open: the path may be covered by the mounts of this process.
+    above = os.open(os.path.dirname(settings["folder"]), os.O_PATH | os.O_DIRECTORY)  # noqa: PTH120
+    try:
+        serve(settings)
+    finally:
+        shutil.rmtree(os.path.basename(settings["folder"]), ignore_errors=True, dir_fd=above)  # noqa: PTH119
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Load what the ranks share, then take commands until standard input closes."""
     isolated = isolate()
     import torch  # noqa: PLC0415 - this process alone has it, loaded once for every rank
     import torch.distributed  # noqa: PLC0415
@@ -251,7 +261,6 @@ def main() -> None:
                     say("ended")
     finally:
         end(children)
-        shutil.rmtree(settings["folder"], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""A rank server's temporary folder goes, whatever was killed, and whenever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvsnap_conformance.deadline import Deadline, wait_for
+from nvsnap_conformance.hang.ranks.folder import ERRORS, new_folder, sweep
+from nvsnap_conformance.processes import ProcessId
+
+# The server imports torch first of all: this one tells that it does, and waits there for a line.
+TORCH = """
+import os
+os.mkfifo(os.environ["GATE"] + ".here")
+open(os.environ["GATE"]).read()
+def set_num_threads(_count): pass
+__version__ = "0"
+"""
+STARTER = """
+import sys
+from pathlib import Path
+from nvsnap_conformance.hang.ranks.client import RankServer
+import os
+RankServer(
+    Path(sys.executable), environment={"PYTHONPATH": os.environ["TORCH"], "GATE": os.environ["GATE"]}
+)
+sys.stdin.read()
+"""
+
+
+def folders(place: Path) -> list[Path]:
+    return list(place.glob("nvsnap-rank-server-*"))
+
+
+@pytest.mark.parametrize("loading", [True, False], ids=["while-it-loads", "while-it-serves"])
+def test_a_starter_that_is_killed_leaves_no_folder(tmp_path: Path, loading: bool) -> None:
+    place, gate = tmp_path / "tmp", tmp_path / "gate"
+    place.mkdir()
+    os.mkfifo(gate)
+    torch = tmp_path / "torch"
+    (torch / "torch").mkdir(parents=True)
+    (torch / "torch" / "__init__.py").write_text(TORCH)
+    (torch / "torch" / "distributed.py").touch()
+    root = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(place), "TORCH": str(torch), "GATE": str(gate)}
+    with subprocess.Popen([sys.executable, "-c", STARTER], env=env, stdin=subprocess.PIPE) as starter:
+        wait_for("torch's import", Path(f"{gate}.here").exists, Deadline.after(60.0))
+        assert len(folders(place)) == 1
+        (server,) = ProcessId.of(starter.pid).process().children()  # type: ignore[union-attr]
+        if loading:
+            starter.send_signal(signal.SIGKILL)
+            starter.wait()
+        gate.write_text("go on")
+        if not loading:
+            starter.send_signal(signal.SIGKILL)
+        server.wait(timeout=60)
+    wait_for("the folder to go", lambda: not folders(place), Deadline.after(60.0))
+
+
+def test_the_folder_of_killed_owners_goes_with_the_next_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = (
+        "import os, signal; from nvsnap_conformance.hang.ranks.folder import new_folder\n"
+        "kept = new_folder(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=False, timeout=60)
+    (left,) = folders(tmp_path)
+    sweep(tmp_path)
+    assert left.exists(), "one so young may not be locked yet"
+    os.utime(left, (0, 0))
+    owned, errors = new_folder()
+    assert folders(tmp_path) == [owned]
+    os.utime(owned, (0, 0))
+    sweep(tmp_path)
+    assert owned.exists(), "its owner lives"
+    errors.close()
+    sweep(tmp_path)
+    assert not owned.exists()
+
+
+def test_what_somebody_else_put_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "nvsnap-rank-server-file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ERRORS).touch()
+    before = sorted(tmp_path.iterdir())
+    sweep(tmp_path, older_than=0.0)
+    assert sorted(tmp_path.iterdir()) == before
