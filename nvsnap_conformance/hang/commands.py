@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
+_PID = click.IntRange(1, 1 << 22)
+"""A pid: 2**22 is PID_MAX_LIMIT of Linux on 64-bit machines (proc(5), /proc/sys/kernel/pid_max)."""
+
+_DAY = 86400.0
+_FOREVER = 10 * 365 * _DAY
 
 
 @click.command()
-@click.option("--pid", "pids", multiple=True, type=int, help="A rank's process; once per rank, in order.")
-@click.option("--tree", "root", type=int, help="An engine's root process; its ranks are found.")
+@click.option("--pid", "pids", multiple=True, type=_PID, help="A rank's process; once per rank, in order.")
+@click.option("--tree", "root", type=_PID, help="An engine's root process; its ranks are found.")
 @click.option("--out", type=_FOLDER, help="Folder of the bundle [default: nvs-hang-TIME].")
 @click.option("--once", is_flag=True, help="Read stacks now, judge, and end.")
 @click.option(
@@ -67,12 +73,15 @@ def watch(
 
     if bool(pids) == bool(root):
         raise UsageError("give either --pid (once per rank) or --tree", next_step="watch --tree PID")
-    if stall <= 0 or poll <= 0 or timeout < 0:
-        raise UsageError("--stall and --poll are above zero, --timeout is not below")
+    if len(set(pids)) < len(pids):
+        raise UsageError(
+            "a process is given twice, and one process is one rank", next_step="give each --pid once"
+        )
+    _check_times(stall, poll, timeout)
     frames = _registry(registry)
     evidence = _evidence(flight_recorder, nccl_ras)
     folder = out or Path(time.strftime("nvs-hang-%Y%m%d-%H%M%S"))
-    deadline = Deadline.after(timeout or 10 * 365 * 86400.0)
+    deadline = Deadline.after(timeout or _FOREVER)
     members = _members(pids, root, Deadline.after(0.0) if once else deadline)
     rights.require(m.pid for m in members)
     if once:
@@ -143,6 +152,29 @@ def inspect_bundle(
     return judge(bundle, _registry(registry))
 
 
+def _check_times(stall: float, poll: float, timeout: float) -> None:
+    """Raise :class:`UsageError` for seconds that cannot be waited for, of which NaN and infinity are some."""
+    for name, seconds in (("--stall", stall), ("--poll", poll)):
+        if not 0 < seconds <= _DAY:  # false for NaN
+            raise UsageError(
+                f"{name} {seconds} is not above 0 and at most {_DAY:.0f} seconds",
+                next_step=f"leave {name} out, or give seconds such as 0.5",
+            )
+    if not (math.isfinite(timeout) and 0 <= timeout <= _FOREVER):
+        raise UsageError(
+            f"--timeout {timeout} is not between 0 and {_FOREVER:.0f} seconds",
+            next_step="leave it out to watch until the engine ends",
+        )
+
+
+def _no_such_process(*pids: int) -> UsageError:
+    return UsageError(
+        f"no such process: {', '.join(map(str, pids))}",
+        cause="it has ended, or the pid is one of another container (pid namespace)",
+        next_step="find the pids with `pgrep -af vllm`, or give the engine's root process: watch --tree PID",
+    )
+
+
 def _members(pids: tuple[int, ...], root: int | None, deadline: Deadline) -> list[Member]:
     """Return the members, waiting until ``deadline`` for an engine that has no ranks yet."""
     from nvsnap_conformance.deadline import wait_for  # noqa: PLC0415
@@ -154,11 +186,11 @@ def _members(pids: tuple[int, ...], root: int | None, deadline: Deadline) -> lis
     if root is None:
         missing = [pid for pid in pids if ProcessId.of(pid) is None]
         if missing:
-            raise UsageError(f"no such process: {', '.join(map(str, missing))}")
+            raise _no_such_process(*missing)
         return discover.listed(pids)
     identity = ProcessId.of(root)
     if identity is None:
-        raise UsageError(f"no such process: {root}")
+        raise _no_such_process(root)
 
     def found() -> list[Member] | None:
         members = discover.discover(identity)
@@ -205,11 +237,22 @@ def _metrics(choice: str, members: list[Member]) -> Metrics | None:
     if choice == "auto":
         found = find_metrics(pids)
         return Metrics(found, pids[0]) if found else None
-    if not choice.startswith(("http://", "https://")):
+    if not _is_page(choice):
         raise UsageError(
             f"--metrics {choice!r} is no URL", next_step="give http://HOST:PORT/metrics, auto or none"
         )
     return Metrics(choice, pids[0])
+
+
+def _is_page(text: str) -> bool:
+    """Whether ``text`` is a URL that a page can be fetched from."""
+    from pydantic import HttpUrl, TypeAdapter, ValidationError  # noqa: PLC0415 - the command line stays light
+
+    try:
+        TypeAdapter(HttpUrl).validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 def _look(

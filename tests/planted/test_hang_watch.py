@@ -239,7 +239,7 @@ def test_command_waits_for_an_engine_that_has_no_ranks_yet(tmp_path: Path) -> No
         (["--pid", "1", "--tree", "1"], "give either --pid"),
         (["--pid", str(2**22 - 1)], "no such process"),
         (["--tree", str(2**22 - 1)], "no such process"),
-        (["--tree", "1", "--stall", "0"], "above zero"),
+        (["--tree", "1", "--stall", "0"], "not above 0"),
     ],
 )
 def test_wrong_use_is_refused_before_anything_is_read(arguments: list[str], says: str) -> None:
