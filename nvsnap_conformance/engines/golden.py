@@ -226,7 +226,12 @@ class _Golden:
                 "criu": self._criu.as_json(),
                 "parts": self.key.parts,
             }
-            entry = self.store.publish(self.key.name, entry, facts)
+            try:
+                entry = self.store.publish(self.key.name, entry, facts)
+            except DamagedImageError as damage:
+                self.store.drop(entry)
+                self._note(f"its image cannot be kept: {damage}")
+                return handle, "; ".join(self._notes), None
             handle.process.keep_until_closed(entry.close)
         except NvsnapError as failure:
             self.store.drop(entry)

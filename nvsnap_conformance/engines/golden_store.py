@@ -13,13 +13,15 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nvsnap_conformance.cache import cache_dir
 from nvsnap_conformance.errors import EnvironmentFailure
@@ -36,7 +38,22 @@ MAKER_SECONDS = 900.0
 
 _IN_USE = "in-use.lock"
 _VERIFIED = "verified.json"
-_CHUNK = 1 << 20
+
+Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64}|link:[0-9a-f]{64})$")]
+FileFacts = tuple[Annotated[int, Field(ge=0)], Digest]
+"""Bytes and SHA-256 of a file; of a symbolic link those of its target's text, after ``link:``."""
+
+
+class Index(BaseModel):
+    """What ``KEY.json`` holds. ``bytes`` is what the image takes on disk, ``cold_seconds`` what it saves."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    folder: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=255)
+    files: dict[str, FileFacts] = Field(min_length=1)
+    bytes: int = Field(ge=0)
+    cold_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    criu: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,24 +96,41 @@ class GoldenStore:
         """
         pointer = self._pointer(key)
         try:
-            facts: dict[str, Any] = json.loads(pointer.read_text())
-            folder = self.root / "entries" / facts["folder"]
-            entry = Entry(folder, facts, _lock(folder, fcntl.LOCK_SH))
-        except (OSError, ValueError, KeyError):
+            index = read_index(pointer)
+        except DamagedImageError:
+            self.forget(key)
+            raise
+        if index is None:
             return None
+        folder = self.root / "entries" / index.folder
         try:
-            verify(folder, facts["files"])
+            lock = _lock(folder, fcntl.LOCK_SH)
+        except BlockingIOError:
+            return None  # it is being removed
+        except OSError as error:
+            self.forget(key)
+            raise DamagedImageError(f"its folder {index.folder} is no image: {error.strerror}") from error
+        entry = Entry(folder, index.model_dump(), lock)
+        try:
+            verify(folder, index.files)
         except DamagedImageError:
             entry.close()
-            pointer.unlink(missing_ok=True)
+            self.forget(key)
             raise
         with contextlib.suppress(FileNotFoundError):
             os.utime(pointer)  # used last
         return entry
 
     def forget(self, key: str) -> None:
-        """Drop the image of ``key``: it is found no more, and removed once nobody uses it."""
-        self._pointer(key).unlink(missing_ok=True)
+        """Drop the image of ``key``: it is found no more, and removed once nobody uses it.
+
+        Whatever is in the index's place goes, also a folder.
+        """
+        pointer = self._pointer(key)
+        if pointer.is_dir() and not pointer.is_symlink():
+            shutil.rmtree(pointer, ignore_errors=True)
+        else:
+            pointer.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def maker(self, key: str) -> Iterator[None]:
@@ -126,13 +160,19 @@ class GoldenStore:
             return Entry(folder, {}, _lock(folder, fcntl.LOCK_SH))
 
     def publish(self, key: str, entry: Entry, facts: dict[str, Any]) -> Entry:
-        """Make the image in ``entry`` findable, then remove what is beyond the bound."""
+        """Make the image in ``entry`` findable, then remove what is beyond the bound.
+
+        Raises :class:`DamagedImageError` where a link in it leads out of it.
+        """
         files = inventory(entry.folder)
         facts = {**facts, "folder": entry.folder.name, "files": files, "bytes": _disk_bytes(entry.folder)}
         _note_verified(entry.folder, files)
         partial = self.root / f"{key}.partial"
         partial.write_text(json.dumps(facts, indent=1) + "\n")
-        partial.rename(self._pointer(key))
+        pointer = self._pointer(key)
+        if pointer.is_dir() and not pointer.is_symlink():
+            self.forget(key)
+        partial.rename(pointer)
         self.evict(keep=key)
         return Entry(entry.folder, facts, entry.lock)
 
@@ -151,11 +191,14 @@ class GoldenStore:
             images = []
             pointed = set()
             for pointer in self.root.glob("*.json"):
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    facts = json.loads(pointer.read_text())
-                    pointed.add(facts["folder"])
-                    images.append((pointer.stat().st_mtime, int(facts["bytes"]), pointer, facts["folder"]))
-            abandoned = [f for f in (self.root / "entries").iterdir() if f.name not in pointed]
+                # What is no index is nobody's image: its folder is abandoned. The file stays until its
+                # key is asked for, for the run that asks then says why it makes the image anew.
+                with contextlib.suppress(OSError, DamagedImageError):
+                    index = read_index(pointer)
+                    if index is not None:
+                        pointed.add(index.folder)
+                        images.append((pointer.stat().st_mtime, index.bytes, pointer, index.folder))
+            abandoned = [f for f in (self.root / "entries").iterdir() if f.name not in pointed and f.is_dir()]
             removed += [folder.name for folder in abandoned if self._remove(folder)]
             total = sum(size for _, size, _, _ in images)
             for _, size, pointer, name in sorted(images):
@@ -186,67 +229,108 @@ class GoldenStore:
         return self.root / f"{key}.json"
 
 
-def inventory(folder: Path) -> dict[str, list[Any]]:
-    """Return size and SHA-256 of each file below ``folder`` that belongs to the image."""
+def read_index(path: Path) -> Index | None:
+    """Read an index; ``None`` where there is none, :class:`DamagedImageError` where it cannot be one."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise DamagedImageError("its index is no file")
+        return Index.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedImageError(f"its index cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise DamagedImageError(
+            f"its index is damaged: {place + ': ' if place else ''}{first['msg']}"
+        ) from None
+
+
+def inventory(folder: Path) -> dict[str, FileFacts]:
+    """Return size and SHA-256 of each file and symbolic link below ``folder`` that belongs to the image.
+
+    Raises :class:`DamagedImageError` for a link that leads out of ``folder``.
+    """
     paths = [path for path in sorted(folder.rglob("*")) if _belongs(path)]
+    for path in paths:
+        _check_link(folder, path)
     with ThreadPoolExecutor(2, "nvsnap-hash") as executor:
         sums = executor.map(_digest, paths)
         return {
-            str(path.relative_to(folder)): [path.stat().st_size, digest]
+            str(path.relative_to(folder)): (path.lstat().st_size, digest)
             for path, digest in zip(paths, sums, strict=True)
         }
 
 
-def verify(folder: Path, files: dict[str, list[Any]]) -> None:
+def verify(folder: Path, files: dict[str, FileFacts]) -> None:
     """Raise :class:`DamagedImageError` unless every file is what its maker wrote.
 
-    Sizes are compared always. Contents are hashed unless they were verified since the machine was booted
-    and no file was touched after: the kernel sets a file's change time (ctime) at every write, and nobody
-    can set it back. That takes about 1 ms instead of 0.7 s for an engine with one rank (1.3 GiB).
+    Sizes and where links lead are compared always. Contents are hashed unless they were verified since the
+    machine was booted and no file was touched after: the kernel sets a file's change time (ctime) at every
+    write, and nobody can set it back. That takes about 1 ms instead of 0.7 s for an engine with one rank
+    (1.3 GiB).
     """
     for name, (size, _) in files.items():
+        path = folder / name
         try:
-            now = (folder / name).stat().st_size
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise DamagedImageError(f"{name} is not in the image")
+            _check_link(folder, path)
+            now = path.lstat().st_size
         except OSError as error:
             raise DamagedImageError(f"{name} cannot be read: {error.strerror}") from error
+        except ValueError as error:  # a NUL in the name
+            raise DamagedImageError(f"{name!r} is no name of a file") from error
         if now != size:
             raise DamagedImageError(f"{name} has {now} bytes, and {size} were written")
     stamp = _stamp(folder, files)
     try:
         if json.loads((folder / _VERIFIED).read_text()) == stamp:
             return
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pass  # never verified, or the note itself is damaged: then the contents decide
-    for name, (_, digest) in inventory(folder).items():
-        if name in files and digest != files[name][1]:
+    found = inventory(folder)
+    for name, (_, digest) in files.items():
+        if name not in found or digest != found[name][1]:
             raise DamagedImageError(f"the content of {name} has changed")
     _note_verified(folder, files)
 
 
-def _note_verified(folder: Path, files: dict[str, list[Any]]) -> None:
+def _check_link(folder: Path, path: Path) -> None:
+    """Refuse a link that leads out of the image: its content would not be what was verified."""
+    inside = Path(os.path.realpath(folder))
+    if not Path(os.path.realpath(path.parent)).is_relative_to(inside):
+        raise DamagedImageError(f"{path.relative_to(folder)} leads out of the image")
+    if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
+        raise DamagedImageError(f"the link {path.relative_to(folder)} leads out of the image")
+
+
+def _note_verified(folder: Path, files: dict[str, FileFacts]) -> None:
     partial = folder / f"{_VERIFIED}.{uuid.uuid4().hex[:8]}"
     partial.write_text(json.dumps(_stamp(folder, files)))
     partial.rename(folder / _VERIFIED)
 
 
-def _stamp(folder: Path, files: dict[str, list[Any]]) -> dict[str, Any]:
+def _stamp(folder: Path, files: dict[str, FileFacts]) -> dict[str, Any]:
     """Return what changes when a file is written or replaced, or the machine is booted."""
-    stats = {name: (folder / name).stat() for name in files}
+    stats = {name: (folder / name).lstat() for name in files}
     return {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "files": {
-            name: [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-            for name, stat in stats.items()
+            name: [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns] for name, now in stats.items()
         },
     }
 
 
 def _belongs(path: Path) -> bool:
     """Whether a file is part of the image: not the store's own notes, nor FIFOs and sockets."""
-    return path.is_file() and not path.is_symlink() and not path.name.startswith((_IN_USE, _VERIFIED))
+    return (path.is_symlink() or path.is_file()) and not path.name.startswith((_IN_USE, _VERIFIED))
 
 
 def _digest(path: Path) -> str:
+    if path.is_symlink():
+        return f"link:{hashlib.sha256(os.fsencode(path.readlink())).hexdigest()}"
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -257,7 +341,11 @@ def _disk_bytes(folder: Path) -> int:
 
 def _lock(folder: Path, kind: int) -> int:
     """Return a descriptor that holds the folder's lock; :class:`OSError` where somebody has another."""
-    fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fd = os.open(_IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+    finally:
+        os.close(place)
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
         os.stat(folder / _IN_USE)  # noqa: PTH116 - it may have been removed between open and lock
