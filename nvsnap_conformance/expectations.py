@@ -15,7 +15,7 @@ from nvsnap_conformance.clauses.registry import ClauseId, Registry
 from nvsnap_conformance.errors import ExpectationError
 from nvsnap_conformance.outcomes import Outcome, Signature
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel
+from nvsnap_conformance.tomlfile import StrictModel, WorldSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ class Expectation(StrictModel):
     expires: datetime.date
     engine: str | None = None
     driver: str | None = None
-    tensor_parallel: tuple[int, ...] | None = Field(default=None, min_length=1)
+    tensor_parallel: tuple[WorldSize, ...] | None = Field(default=None, min_length=1)
 
     @field_validator("signature")
     @classmethod

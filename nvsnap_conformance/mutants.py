@@ -16,7 +16,7 @@ from nvsnap_conformance.clauses.registry import ClauseId, Registry, load_registr
 from nvsnap_conformance.errors import RegistryError, UsageError
 from nvsnap_conformance.shipped import repros_dir
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import Flag, StrictModel, WorldSize, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -56,9 +56,9 @@ class Mutant(StrictModel):
     options: dict[str, Any] = Field(default_factory=dict)
     kills: tuple[ClauseId, ...] = Field(min_length=1)
     signature: str | None = None
-    min_world_size: int = Field(default=1, ge=1)
+    min_world_size: WorldSize = 1
     world_size: Literal["largest", "smallest"] = "largest"
-    dirty: bool = False
+    dirty: Flag = False
     summary: str = Field(min_length=1)
 
 

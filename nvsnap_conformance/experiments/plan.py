@@ -17,7 +17,7 @@ from nvsnap_conformance.experiments.record import (
     Nccl,
 )
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import Environment, StrictModel, read_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Setting(StrictModel):
     factor: Literal["nccl", "custom_all_reduce", "flashinfer_workspace", "cuda_graphs"]
     level: str
     args: tuple[str, ...] = ()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
 
 
 class Arm(StrictModel):

@@ -11,7 +11,7 @@ from nvsnap_conformance.experiments.record import ArmOutcome, Factors
 from nvsnap_conformance.outcomes import Outcome, Signature
 from nvsnap_conformance.report.compare import ArmFacts, ClauseFacts, Facts, facts_of
 from nvsnap_conformance.report.record import read_results
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import StrictModel, WorldSize, read_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,7 +58,7 @@ class ExpectedConditions(StrictModel):
     engine: str | None = None
     driver: str | None = None
     gpus: str | None = None
-    tensor_parallel: int | None = None
+    tensor_parallel: WorldSize | None = None
     checkpointer: str | None = None
 
 

