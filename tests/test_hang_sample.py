@@ -338,3 +338,28 @@ def test_tree_seconds_count_children() -> None:
             return table.tree_seconds(one.pid) > table.own_seconds(one.pid) + 0.1
 
         wait_for("the child's CPU time", child_burns, Deadline.after(20.0))
+
+
+def test_waiting_for_a_core_is_counted_and_sleeping_is_not() -> None:
+    core = {min(os.sched_getaffinity(0))}
+    with (
+        victims.python(victims.SLEEPER) as (sleeper, _),
+        victims.python(victims.SPINNER) as (one, _),
+        victims.python(victims.SPINNER) as (two, _),
+    ):
+        for spinner in (one, two):
+            os.sched_setaffinity(spinner.pid, core)
+        before = procfs.queued_seconds(one.pid)
+        asleep = procfs.queued_seconds(sleeper.pid)
+        assert before >= 0
+        wait_for(
+            "one to wait for the other's core",
+            lambda: procfs.queued_seconds(one.pid) > before + 0.2,
+            Deadline.after(SECONDS),
+        )
+        assert procfs.queued_seconds(sleeper.pid) == asleep
+        reading = procfs.read(one.pid)
+        assert reading is not None
+        assert reading.runnable
+        assert reading.queued_seconds > before
+    assert procfs.queued_seconds(one.pid) == -1.0

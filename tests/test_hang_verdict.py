@@ -231,6 +231,35 @@ def test_native_arithmetic_is_work() -> None:
     assert verdict.kind is VerdictKind.STRAGGLER
 
 
+GEMM = (*make.at("matmul"), Frame("at::native::cpublas::gemm", "libtorch_cpu.so", 0, True))
+
+
+@pytest.mark.parametrize("place", [GEMM, make.at("loop")], ids=["arithmetic", "other"])
+@pytest.mark.parametrize("queued", [0.9, None], ids=["schedstat", "states alone"])
+def test_rank_that_waits_for_a_core_is_not_stuck(place: make.Stack, queued: float | None) -> None:
+    """Runnable in every look and without CPU: it could not have gone on, however often it is looked at."""
+    stacks = {rank: still(WAIT if rank != 3 else place, SURE_ROUNDS) for rank in range(4)}
+    rung = {3: Rung.NATIVE}
+    waiting = make.bundle(
+        stacks, cpu={3: 0.01}, state={3: "R"}, queued={3: queued} if queued else {}, rung=rung
+    )
+    assert not judge(waiting).is_hang
+    asleep = make.bundle(stacks, cpu={3: 0.01}, state={3: "S"}, queued={3: 0.0}, rung=rung)
+    assert judge(asleep).kind is VerdictKind.MISSING_ARRIVAL
+    # Woken now and then on a crowded machine, it waits for a core, but every look finds it asleep.
+    woken = make.bundle(stacks, cpu={3: 0.01}, state={3: "S"}, queued={3: 0.3}, rung=rung)
+    assert judge(woken).kind is VerdictKind.MISSING_ARRIVAL
+    # The kernel says that it never waited: then it had its core and did not use it.
+    idle = make.bundle(stacks, cpu={3: 0.01}, state={3: "R"}, queued={3: 0.0}, rung=rung)
+    assert judge(idle).kind is VerdictKind.MISSING_ARRIVAL
+
+
+def test_native_endless_loop_on_a_crowded_machine_is_found() -> None:
+    stacks = {rank: still(WAIT if rank != 3 else make.at("loop"), SURE_ROUNDS) for rank in range(4)}
+    verdict = judge(make.bundle(stacks, cpu={3: 0.1}, state={3: "R"}, queued={3: 0.9}, rung={3: Rung.NATIVE}))
+    assert (verdict.kind, verdict.missing) == (VerdictKind.MISSING_ARRIVAL, (3,))
+
+
 def test_memory_that_is_touched_is_work() -> None:
     verdict = judge(make.bundle(ranks(4, WAIT, r3=make.at("sort")), cpu={3: 1.0}, faults={3: 5000.0}))
     assert verdict.kind is VerdictKind.STRAGGLER

@@ -49,13 +49,20 @@ _OF_KIND = {
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Rates between the first and the last reading, per second."""
+    """Rates between the first and the last reading, per second.
+
+    ``queued`` is the seconds per second that its threads wait for a core (-1: not readable), ``states`` the
+    main thread's state letter in every reading, ``runnable`` in which share of them a thread could run.
+    """
 
     cpu: float = 0.0
     tree_cpu: float = 0.0
     switches: float = 0.0
     faults: float = 0.0
     read_bytes: float = 0.0
+    queued: float = -1.0
+    states: str = ""
+    runnable: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +214,26 @@ def _condition(position: Position, rounds: int, seen: list[tuple[Position, bool]
 
 
 def _activity(readings: list[tuple[float, Reading]]) -> Activity:
+    states = "".join(r.state for _, r in readings)
     if len(readings) < 2:
-        return Activity()
+        return Activity(states=states)
     (began, first), (ended, last) = readings[0], readings[-1]
     span = ended - began
     if span <= 0:
-        return Activity()
+        return Activity(states=states)
 
     def rate(name: str) -> float:
         return max(0.0, float(getattr(last, name) - getattr(first, name)) / span)
 
     return Activity(
-        rate("cpu_seconds"), rate("tree_cpu_seconds"), rate("switches"), rate("faults"), rate("read_bytes")
+        rate("cpu_seconds"),
+        rate("tree_cpu_seconds"),
+        rate("switches"),
+        rate("faults"),
+        rate("read_bytes"),
+        -1.0 if min(first.queued_seconds, last.queued_seconds) < 0 else rate("queued_seconds"),
+        states,
+        sum(r.runnable for _, r in readings) / len(readings),
     )
 
 

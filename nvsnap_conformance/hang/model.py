@@ -62,7 +62,8 @@ class Reading:
     ``state`` is the letter of /proc/PID/stat, ``tracer`` the pid that traces it (0: none), ``wchan`` where
     its main thread sleeps. ``cpu_seconds`` counts the process, ``tree_cpu_seconds`` its descendants too.
     ``switches`` are the voluntary context switches of the main thread, ``faults`` its process' page faults,
-    ``read_bytes`` what it read through system calls (-1: not readable).
+    ``read_bytes`` what it read through system calls (-1: not readable). ``queued_seconds`` is how long its
+    threads, all together, were runnable and had no core (-1: not readable).
     """
 
     state: str
@@ -75,6 +76,12 @@ class Reading:
     read_bytes: int = -1
     thread_states: str = ""
     kernel_stack: tuple[str, ...] = ()
+    queued_seconds: float = -1.0
+
+    @property
+    def runnable(self) -> bool:
+        """Whether one of its threads has a core or waits for one."""
+        return "R" in (self.thread_states or self.state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ def read(pid: int, cpu: CpuTable | None = None) -> Reading | None:
         read_bytes=bytes_read(pid),
         thread_states=_thread_states(pid),
         kernel_stack=tuple(line.partition("] ")[2] or line for line in stack),
+        queued_seconds=queued_seconds(pid),
     )
 
 
@@ -126,6 +127,25 @@ def bytes_read(pid: int) -> int:
         if name == "rchar" and value.isdigit():
             return int(value)
     return -1
+
+
+def queued_seconds(pid: int) -> float:
+    """Return how long the living threads of ``pid`` waited on run queues, in seconds; -1: not readable.
+
+    The second field of /proc/PID/task/TID/schedstat, in nanoseconds (Linux, Documentation/scheduler/
+    sched-stats.rst); a kernel without CONFIG_SCHED_INFO has none.
+    """
+    total, readable = 0, False
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - as above
+    except OSError:
+        return -1.0
+    for tid in threads:
+        fields = read_text(pid, f"task/{tid}/schedstat").split()
+        if len(fields) >= 2 and fields[1].isdigit():
+            total += int(fields[1])
+            readable = True
+    return total / 1e9 if readable else -1.0
 
 
 def _thread_states(pid: int) -> str:

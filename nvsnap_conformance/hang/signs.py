@@ -29,9 +29,21 @@ def lively(view: View) -> bool:
     return waits and view.activity.switches > LIVELY_SWITCHES and view.activity.cpu > WAKING
 
 
+def starved(view: View) -> bool:
+    """Whether a rank would run and gets no core: it waits on a run queue, and most looks find it there.
+
+    A rank that sleeps and is woken now and then waits for a core as well on a crowded machine, but the
+    looks find it asleep. Where the kernel does not tell the wait, only the state in every look counts.
+    """
+    activity = view.activity
+    if activity.queued < 0:
+        return activity.runnable == 1
+    return activity.queued > WAKING and activity.runnable > 0.5
+
+
 def busy(view: View) -> bool:
-    """Whether a rank burns CPU, however small its share is, at a place that is no known wait."""
-    return view.condition is Condition.ELSEWHERE and view.activity.cpu > WAKING
+    """Whether a rank burns CPU, or would if it got a core, at a place that is no known wait."""
+    return view.condition is Condition.ELSEWHERE and (view.activity.cpu > WAKING or starved(view))
 
 
 def doubtful(view: View) -> bool:
@@ -42,6 +54,8 @@ def doubtful(view: View) -> bool:
     """
     if view.condition is Condition.PHASE:
         return True
+    if busy(view) and view.activity.cpu <= WAKING:
+        return True  # it got no core, so that it stayed at its place tells nothing, however often
     return busy(view) and not (view.native and view.rounds >= SURE_ROUNDS)
 
 

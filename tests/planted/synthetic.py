@@ -112,6 +112,7 @@ def sample(
     switches: float = 0.0,
     state: str = "S",
     wchan: str = "",
+    queued: float | None = None,
     tree_cpu: float | None = None,
     extra: Sequence[Thread] = (),
 ) -> Sample:
@@ -126,6 +127,7 @@ def sample(
         switches=int(switches * index),
         faults=int(faults * index),
         read_bytes=0,
+        queued_seconds=-1.0 if queued is None else queued * index,
     )
     threads = () if stack is None else (Thread(pid, "MainThread", stack, main=True), *extra)
     return Sample(pid, float(index), rung if stack is not None else Rung.PROC, reading, threads)
