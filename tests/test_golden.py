@@ -376,7 +376,7 @@ def test_contents_are_hashed_after_a_boot_and_after_a_touch(
     hashed: list[Path] = []
     real = golden_store.inventory
 
-    def counted(place: Path) -> dict[str, list[Any]]:
+    def counted(place: Path) -> dict[str, tuple[int, str]]:
         hashed.append(place)
         return real(place)
 
