@@ -1,4 +1,4 @@
-"""The commands ``watch`` and ``inspect`` (of a hang bundle)."""
+"""The commands ``watch`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -129,10 +129,21 @@ def inspect(
     nccl_ras: tuple[Path, ...],
     form: str,
 ) -> None:
-    """Judge a recorded hang bundle again.
+    """Judge a recorded hang bundle again, or sum up a run record (a folder or a file, told by content).
 
-    Exit code: 0 nothing is stuck, 1 a hang or a dead rank, 6 it cannot be told.
+    Exit code: of a bundle 0 nothing is stuck, 1 a hang or a dead rank, 6 it cannot be told; of a run record
+    its own, and 6 where the run did not end.
     """
+    from nvsnap_conformance.report import inspected  # noqa: PLC0415 - the command line stays light
+
+    content, folder = inspected.find(folder)
+    if content is not inspected.Content.BUNDLE:
+        summarise = (
+            inspected.record_summary if content is inspected.Content.RECORD else inspected.events_summary
+        )
+        facts, code = summarise(folder)
+        click.echo(json.dumps(facts) if form == "json" else inspected.text(facts))
+        raise SystemExit(code)
     verdict = inspect_bundle(folder, registry=registry, evidence=_evidence(flight_recorder, nccl_ras))
     click.echo(json.dumps(verdict.to_json()) if form == "json" else verdict.tree())
     raise SystemExit(_code(verdict))

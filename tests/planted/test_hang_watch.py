@@ -273,4 +273,4 @@ def test_inspect_of_too_little_data_is_no_pass(tmp_path: Path) -> None:
 def test_inspect_refuses_what_is_no_bundle(tmp_path: Path) -> None:
     result = CliRunner().invoke(commands.inspect, [str(tmp_path)])
     assert isinstance(result.exception, UsageError)
-    assert "holds no hang bundle" in str(result.exception)
+    assert "holds no hang bundle and no run record" in str(result.exception)
