@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from nvsnap_conformance.engines.golden import Start, bring_up
 from nvsnap_conformance.engines.golden_store import DamagedImageError, GoldenStore, verify
 from nvsnap_conformance.engines.process import EngineProcess
 from nvsnap_conformance.engines.protocol import LaunchConfig
-from nvsnap_conformance.errors import EngineStartError, EnvironmentFailure
+from nvsnap_conformance.errors import EngineStartError, EnvironmentFailure, UsageError
 from tests.criu_programs import COUNTER, ENV, ask, needs_criu, soon
 
 if TYPE_CHECKING:
@@ -433,7 +434,7 @@ def entry(store: GoldenStore, key: str, size: int) -> Path:
 def test_least_recently_used_images_go_first_and_never_one_in_use(tmp_path: Path) -> None:
     store = GoldenStore(tmp_path, limit_bytes=3 << 20)
     folders = {}
-    for age, key in enumerate(("used", "old", "new")):
+    for age, key in enumerate(("used", "old", "new")):  # used last long ago
         folders[key] = entry(store, key, 1 << 20)
         os.utime(tmp_path / f"{key}.json", (1000 + age, 1000 + age))
     in_use = store.open("used")
@@ -447,15 +448,47 @@ def test_least_recently_used_images_go_first_and_never_one_in_use(tmp_path: Path
     reopened = store.open("new")
     assert reopened is not None
     reopened.close()
+    for key in ("used", "last"):
+        long_ago(store, key)
+    os.utime(tmp_path / "used.json", (1, 1))
     entry(store, "more", 1 << 20)
     assert not folders["used"].exists()
     assert folders["new"].exists()
+
+
+def long_ago(store: GoldenStore, key: str) -> None:
+    then = time.time() - golden_store.RECENT_SECONDS - 1
+    os.utime(store.root / f"{key}.json", (then, then))
+
+
+def test_image_that_was_used_a_moment_ago_is_kept_beyond_the_bound(tmp_path: Path) -> None:
+    store = GoldenStore(tmp_path, limit_bytes=1)
+    folders = {key: entry(store, key, 1 << 20) for key in ("a", "b", "c")}
+    assert all(folder.exists() for folder in folders.values())
+    for key in folders:
+        long_ago(store, key)
+    used = store.open("a")
+    assert used is not None
+    used.close()
+    assert sorted(store.evict()) == sorted([folders["b"].name, folders["c"].name])
+    assert folders["a"].exists()
+
+
+@pytest.mark.parametrize("given", ["many", "-1", "1.5", "8 GiB", "1e3", "0x10", "²", "9" * 30])
+def test_bound_that_is_no_number_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("NVS_GOLDEN_MIB", given)
+    with pytest.raises(UsageError, match="Next step: ") as caught:
+        GoldenStore(tmp_path)
+    assert "NVS_GOLDEN_MIB" in str(caught.value)
 
 
 def test_one_image_beyond_the_bound_is_kept_for_its_maker(tmp_path: Path) -> None:
     store = GoldenStore(tmp_path, limit_bytes=1)
     folder = entry(store, "key", 1 << 20)
     assert folder.exists()
+    long_ago(store, "key")
     entry(store, "other", 1 << 20)
     assert not folder.exists()
 

@@ -141,6 +141,7 @@ def test_what_is_no_file_is_no_index(tmp_path: Path, put: Callable[[Path], None]
 def test_a_stray_file_never_stops_eviction(tmp_path: Path) -> None:
     store = GoldenStore(tmp_path, limit_bytes=1)
     folder = add(store, "old", b"x" * 8192)
+    os.utime(tmp_path / "old.json", (1, 1))  # used last long ago
     (tmp_path / "x.json").write_text("[]")
     (tmp_path / "entries/stray").write_text("")
     (tmp_path / "entries/link").symlink_to("/")

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import stat
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nvsnap_conformance.cache import cache_dir
-from nvsnap_conformance.errors import EnvironmentFailure
+from nvsnap_conformance.errors import EnvironmentFailure, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 LIMIT_VARIABLE = "NVS_GOLDEN_MIB"
 LIMIT_MIB = 8192
 """What all images together may take, in MiB: four or five of an engine with two ranks (1.7 GiB each)."""
+
+RECENT_SECONDS = 1800.0
+"""How long an image stays after its last use, in seconds, whatever the bound: a run that alternates between
+targets comes back to it, and making it again costs a cold start."""
 
 MAKER_SECONDS = 900.0
 """How long to wait for another run that makes an image, in seconds: a cold start, a dump and a restore."""
@@ -79,15 +84,16 @@ class GoldenStore:
     def __init__(self, root: Path | None = None, limit_bytes: int | None = None) -> None:
         self.root = root or cache_dir("golden")
         self._limit = limit_bytes
+        _ = self.limit_bytes  # a wrong one is said before an engine is started
         (self.root / "entries").mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
     def limit_bytes(self) -> int:
-        """The bound: as given, or from ``NVS_GOLDEN_MIB``, or the default."""
-        if self._limit is not None:
-            return self._limit
-        given = os.environ.get(LIMIT_VARIABLE, "")
-        return (int(given) if given.isdigit() else LIMIT_MIB) << 20
+        """The bound: as given, or from ``NVS_GOLDEN_MIB``, or the default.
+
+        Raises :class:`UsageError` where the variable is no whole number of MiB.
+        """
+        return limit_from_environment() if self._limit is None else self._limit
 
     def open(self, key: str) -> Entry | None:
         """Return the image of ``key``, verified and locked against removal; ``None`` where there is none.
@@ -184,7 +190,8 @@ class GoldenStore:
     def evict(self, *, keep: str = "") -> list[str]:
         """Remove abandoned folders, then the images used least recently, until the bound holds.
 
-        ``keep`` is not removed, nor is one that is in use. Returns the names of the removed folders.
+        ``keep`` is not removed, nor is one that is in use or was within
+        :data:`RECENT_SECONDS`. Returns the names of the removed folders.
         """
         removed: list[str] = []
         with self._bookkeeping():
@@ -201,9 +208,12 @@ class GoldenStore:
             abandoned = [f for f in (self.root / "entries").iterdir() if f.name not in pointed and f.is_dir()]
             removed += [folder.name for folder in abandoned if self._remove(folder)]
             total = sum(size for _, size, _, _ in images)
-            for _, size, pointer, name in sorted(images):
+            now = time.time()
+            for used, size, pointer, name in sorted(images):
                 if total <= self.limit_bytes:
                     break
+                if 0 <= now - used < RECENT_SECONDS:
+                    continue
                 if pointer.stem != keep and self._remove(self.root / "entries" / name):
                     pointer.unlink(missing_ok=True)
                     removed.append(name)
@@ -227,6 +237,22 @@ class GoldenStore:
 
     def _pointer(self, key: str) -> Path:
         return self.root / f"{key}.json"
+
+
+def limit_from_environment() -> int:
+    """Return the bound that ``NVS_GOLDEN_MIB`` gives, in bytes; the default where it is unset or empty.
+
+    Raises :class:`UsageError` for what is no whole number of MiB.
+    """
+    given = os.environ.get(LIMIT_VARIABLE, "").strip()
+    if not given:
+        return LIMIT_MIB << 20
+    if not (given.isascii() and given.isdigit() and len(given) <= 12):
+        raise UsageError(
+            f"{LIMIT_VARIABLE}={given!r} is no whole number of MiB",
+            next_step=f"give a number such as {LIMIT_MIB}, or unset it",
+        )
+    return int(given) << 20
 
 
 def read_index(path: Path) -> Index | None:
