@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 OWN = str(os.getpid())
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch that is not refused after all writes its bundle here, not into the checkout."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
 def call(*words: str) -> Result:
     return CliRunner().invoke(cli.main, words)
 
