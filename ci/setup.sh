@@ -10,10 +10,14 @@ set_up_venv() {
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         return 0
     fi
-    if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; then
+    # By what it prints: a program that takes any argument and ends well is no Python.
+    case "$("$python" -c 'import sys; print("python", *sys.version_info[:2])' 2>/dev/null)" in
+    "python 3 11" | "python 3 12" | "python 3 13") ;;
+    *)
         echo "ci: $python is not Python 3.11 to 3.13; set NVS_PYTHON to one that is" >&2
         exit 7
-    fi
+        ;;
+    esac
     if ! "$python" -m venv .venv; then
         echo "ci: could not make .venv; on Debian: apt-get install python3-venv" >&2
         exit 7

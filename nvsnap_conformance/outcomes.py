@@ -47,6 +47,9 @@ class Outcome(StrEnum):
         return self in {Outcome.PASSED, Outcome.XFAILED, Outcome.SKIPPED}
 
 
+UNJUDGED = frozenset({Outcome.SKIPPED, Outcome.NOT_RUN, Outcome.BLOCKED, Outcome.ENVIRONMENT})
+"""Outcomes of cases that say nothing of what they were to judge, such as whether a mutant is caught."""
+
 SEVERITY: tuple[Outcome, ...] = (
     Outcome.ENVIRONMENT,
     Outcome.CRASH,

@@ -153,9 +153,27 @@ def test_a_mutant_that_survives_is_told(pytester: pytest.Pytester) -> None:
             "meant": ["SUITE-LEAVES-NOTHING"],
             "killed_by": [],
             "survived": ["SUITE-LEAVES-NOTHING"],
+            "untried": [],
         }
     ]
     result.stdout.fnmatch_lines(["*mutant asks-only SURVIVED SUITE-LEAVES-NOTHING*"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pytest.skip('no root')",
+        "from nvsnap_conformance.errors import EnvironmentFailure; raise EnvironmentFailure('no disk')",
+    ],
+)
+def test_a_mutant_that_was_not_tried_has_not_survived(pytester: pytest.Pytester, body: str) -> None:
+    result = run_case(pytester, body, "--nvs-mutant=asks-only")
+    (mutant,) = read_results(pytester.path / "out" / "results.json").mutants
+    assert (mutant.survived, mutant.untried) == ([], ["SUITE-LEAVES-NOTHING"])
+    result.stdout.fnmatch_lines(["*mutant asks-only not tried by SUITE-LEAVES-NOTHING*"])
+    assert "SURVIVED" not in result.stdout.str()
+    assert "killed by" not in result.stdout.str()
+    assert result.ret in {ExitCode.INCOMPLETE, ExitCode.ENVIRONMENT}
 
 
 @pytest.mark.parametrize(

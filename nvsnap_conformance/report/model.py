@@ -65,7 +65,11 @@ class MutantRecord(_Part):
     name: str
     meant: list[str]
     killed_by: list[str] = Field(description="clauses of ``meant`` that failed")
-    survived: list[str]
+    survived: list[str] = Field(description="clauses of ``meant`` that were judged and did not fail so")
+    untried: list[str] = Field(
+        default_factory=list,
+        description="clauses of ``meant`` of which no case was judged: skipped, or not run",
+    )
 
 
 class RunRecord(_Part):

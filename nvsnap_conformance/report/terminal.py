@@ -63,7 +63,9 @@ def write_summary(
     for mutant in record.mutants:
         if mutant.survived:
             reporter.write_line(f"mutant {mutant.name} SURVIVED {', '.join(mutant.survived)}", red=True)
-        else:
+        if mutant.untried:
+            reporter.write_line(f"mutant {mutant.name} not tried by {', '.join(mutant.untried)}", yellow=True)
+        if mutant.killed_by:
             reporter.write_line(f"mutant {mutant.name} killed by {', '.join(mutant.killed_by)}")
     if record.missing:
         reporter.write_line("must-run clauses not executed:", red=True)

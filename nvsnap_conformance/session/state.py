@@ -15,7 +15,7 @@ import pytest
 
 from nvsnap_conformance import __version__
 from nvsnap_conformance.errors import NvsnapError
-from nvsnap_conformance.outcomes import SEVERITY, ExitCode, Outcome
+from nvsnap_conformance.outcomes import SEVERITY, UNJUDGED, ExitCode, Outcome
 from nvsnap_conformance.report.model import (
     CaseRecord,
     ClauseRecord,
@@ -402,12 +402,19 @@ class ConformanceSession:
                     if clause in mutant.kills
                 }
             )
+            judged = {
+                clause
+                for case in self.cases
+                if case.mutant == mutant.name and case.outcome not in UNJUDGED
+                for clause in case.clauses
+            }
             records.append(
                 MutantRecord(
                     name=mutant.name,
                     meant=list(mutant.kills),
                     killed_by=killed,
-                    survived=sorted(set(mutant.kills) - set(killed)),
+                    survived=sorted(set(mutant.kills) & judged - set(killed)),
+                    untried=sorted(set(mutant.kills) - judged),
                 )
             )
         return records
