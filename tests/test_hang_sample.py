@@ -335,7 +335,8 @@ def test_tree_seconds_count_children() -> None:
 
         def child_burns() -> bool:
             table = procfs.CpuTable()
-            return table.tree_seconds(one.pid) > table.own_seconds(one.pid) + 0.1
+            used = table.tree_seconds(one.pid) > table.own_seconds(one.pid) + 0.1
+            return used and table.tree_runnable(one.pid) == 1
 
         wait_for("the child's CPU time", child_burns, Deadline.after(20.0))
 

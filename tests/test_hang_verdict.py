@@ -223,6 +223,10 @@ def test_rank_that_waits_for_children_at_work_comes() -> None:
     assert working.kind is VerdictKind.STRAGGLER
     standing = judge(make.bundle(ranks(4, WAIT, r3=waiting)))
     assert standing.kind is VerdictKind.MISSING_ARRIVAL
+    # On a crowded machine no child of theirs may get a core between two looks.
+    assert judge(make.bundle(ranks(4, WAIT, r3=waiting), tree_runnable={3: 1})).kind is VerdictKind.STRAGGLER
+    assert judge(make.bundle(ranks(4, waiting))).is_hang
+    assert not judge(make.bundle(ranks(4, waiting), tree_runnable=1)).is_hang
 
 
 def test_native_arithmetic_is_work() -> None:

@@ -52,7 +52,8 @@ class Activity:
     """Rates between the first and the last reading, per second.
 
     ``queued`` is the seconds per second that its threads wait for a core (-1: not readable), ``states`` the
-    main thread's state letter in every reading, ``runnable`` in which share of them a thread could run.
+    main thread's state letter in every reading, ``runnable`` in which share of them a thread could run,
+    ``tree_runnable`` in which share a descendant could.
     """
 
     cpu: float = 0.0
@@ -63,6 +64,7 @@ class Activity:
     queued: float = -1.0
     states: str = ""
     runnable: float = 0.0
+    tree_runnable: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +236,7 @@ def _activity(readings: list[tuple[float, Reading]]) -> Activity:
         -1.0 if min(first.queued_seconds, last.queued_seconds) < 0 else rate("queued_seconds"),
         states,
         sum(r.runnable for _, r in readings) / len(readings),
+        sum(r.tree_runnable > 0 for _, r in readings) / len(readings),
     )
 
 

@@ -63,7 +63,8 @@ class Reading:
     its main thread sleeps. ``cpu_seconds`` counts the process, ``tree_cpu_seconds`` its descendants too.
     ``switches`` are the voluntary context switches of the main thread, ``faults`` its process' page faults,
     ``read_bytes`` what it read through system calls (-1: not readable). ``queued_seconds`` is how long its
-    threads, all together, were runnable and had no core (-1: not readable).
+    threads, all together, were runnable and had no core (-1: not readable), ``tree_runnable`` how many of its
+    descendants had a core or waited for one.
     """
 
     state: str
@@ -77,6 +78,7 @@ class Reading:
     thread_states: str = ""
     kernel_stack: tuple[str, ...] = ()
     queued_seconds: float = -1.0
+    tree_runnable: int = 0
 
     @property
     def runnable(self) -> bool:

@@ -51,7 +51,7 @@ def namespaces(pid: int) -> tuple[str, ...]:
 
 
 class CpuTable:
-    """CPU seconds of every process of the machine, read once, so that a tree's sum costs nothing more.
+    """CPU seconds and states of all processes of the machine, read once, so that a tree's sum costs no more.
 
     Compilation and loading run in children of a rank: a rank that only waits for them is at work.
     """
@@ -59,6 +59,7 @@ class CpuTable:
     def __init__(self) -> None:
         self._own: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
+        self._runnable: set[int] = set()
         self._children: dict[int, list[int]] = defaultdict(list)
         for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no more
             if not entry.isdigit():
@@ -71,6 +72,8 @@ class CpuTable:
             self._own[pid] = (int(fields[11]) + int(fields[12])) / _TICK
             self._seconds[pid] = sum(int(f) for f in fields[11:15]) / _TICK
             self._children[int(fields[1])].append(pid)
+            if fields[0] == "R":
+                self._runnable.add(pid)
 
     def own_seconds(self, pid: int) -> float:
         """Return the CPU seconds of ``pid`` alone, 0 where it is gone."""
@@ -78,15 +81,20 @@ class CpuTable:
 
     def tree_seconds(self, pid: int) -> float:
         """Return the CPU seconds of ``pid`` and all its living descendants."""
-        total, todo, seen = 0.0, [pid], set()
+        return sum(self._seconds.get(one, 0.0) for one in self._tree(pid))
+
+    def tree_runnable(self, pid: int) -> int:
+        """Return how many living descendants of ``pid`` have a core or wait for one (state R)."""
+        return len(self._runnable & (self._tree(pid) - {pid}))
+
+    def _tree(self, pid: int) -> set[int]:
+        todo, seen = [pid], set()
         while todo:
             one = todo.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            total += self._seconds.get(one, 0.0)
-            todo.extend(self._children.get(one, ()))
-        return total
+            if one not in seen:
+                seen.add(one)
+                todo.extend(self._children.get(one, ()))
+        return seen
 
 
 def read(pid: int, cpu: CpuTable | None = None) -> Reading | None:
@@ -117,6 +125,7 @@ def read(pid: int, cpu: CpuTable | None = None) -> Reading | None:
         thread_states=_thread_states(pid),
         kernel_stack=tuple(line.partition("] ")[2] or line for line in stack),
         queued_seconds=queued_seconds(pid),
+        tree_runnable=cpu.tree_runnable(pid) if cpu else 0,
     )
 
 

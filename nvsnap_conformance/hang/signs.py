@@ -69,15 +69,16 @@ def comes(view: View) -> bool:
         computes = view.position is not None and view.position.kind is Kind.COMPUTE
         return (computes and busy(view)) or works(view)
     # Whoever waits for children that work is at work.
-    return view.condition is Condition.WAITING and children(view) > WAKING
+    return view.condition is Condition.WAITING and children_work(view)
 
 
 def works(view: View) -> bool:
     """Whether counters that no waiting moves show work: memory touched, bytes read, children that run."""
     activity = view.activity
-    return activity.faults > 200 or activity.read_bytes > 1 << 20 or children(view) > WAKING
+    return activity.faults > 200 or activity.read_bytes > 1 << 20 or children_work(view)
 
 
-def children(view: View) -> float:
-    """Return the CPU seconds per second of a rank's descendants."""
-    return view.activity.tree_cpu - view.activity.cpu
+def children_work(view: View) -> bool:
+    """Whether a rank's descendants work: they burn CPU, or most looks find one that would with a core."""
+    activity = view.activity
+    return activity.tree_cpu - activity.cpu > WAKING or activity.tree_runnable > 0.5

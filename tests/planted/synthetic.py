@@ -114,6 +114,7 @@ def sample(
     wchan: str = "",
     queued: float | None = None,
     tree_cpu: float | None = None,
+    tree_runnable: int = 0,
     extra: Sequence[Thread] = (),
 ) -> Sample:
     """One sample; rates are per second, rounds one second apart."""
@@ -128,6 +129,7 @@ def sample(
         faults=int(faults * index),
         read_bytes=0,
         queued_seconds=-1.0 if queued is None else queued * index,
+        tree_runnable=tree_runnable,
     )
     threads = () if stack is None else (Thread(pid, "MainThread", stack, main=True), *extra)
     return Sample(pid, float(index), rung if stack is not None else Rung.PROC, reading, threads)
