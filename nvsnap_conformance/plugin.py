@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from nvsnap_conformance.session.state import ConformanceSession
 
@@ -130,6 +130,23 @@ def pytest_configure_node(node: Any) -> None:
     session = _existing(node.config)
     if session is not None:
         node.workerinput["nvs_out"] = str(session.selection.out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:  # noqa: ARG001 - the hook's arguments by name
+    """Take over what an xdist worker's selection left out."""
+    session = _existing(node.config)
+    if session is not None:
+        session.left_out |= {
+            tuple(pair) for pair in getattr(node, "workeroutput", {}).get("nvs_left_out", ())
+        }
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Note the cases of the session that ``-k``, ``-m``, ``--deselect`` or another plugin leaves out."""
+    session = _existing(items[0].config) if items else None
+    if session is not None:
+        session.leave_out(items)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -68,6 +68,23 @@ def test_must_run_clauses_that_did_not_run_make_the_run_incomplete(pytester: pyt
     result.stdout.fnmatch_lines(["*passed  SUITE-LEAVES-NOTHING*host*", "*must-run clauses not executed*"])
 
 
+@pytest.mark.parametrize("workers", [(), ("-n1", "--dist=loadgroup")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "choice",
+    [(), ("-k", "not case_too"), ("--deselect", "test_case.py::test_case_too"), ("-m", "not slow")],
+    ids=["all", "by -k", "by --deselect", "by -m"],
+)
+def test_a_clause_of_which_a_case_was_left_out_is_not_executed(
+    pytester: pytest.Pytester, choice: tuple[str, ...], workers: tuple[str, ...]
+) -> None:
+    pytester.makeini("[pytest]\nmarkers = slow: too slow")
+    more = CASE.format(body="pass").replace("def test_case", "@pytest.mark.slow\ndef test_case_too")
+    run_case(pytester, "pass\n" + more, "--nvs-profile=liveness", *workers, *choice)
+    results = json.loads((pytester.path / "out" / "results.json").read_text())
+    assert ("SUITE-LEAVES-NOTHING@host" in results["missing"]) == bool(choice)
+    assert len(results["cases"]) == (1 if choice else 2)
+
+
 def test_nothing_selected_is_not_a_pass(pytester: pytest.Pytester) -> None:
     assert run_case(pytester, "pass", "-k", "no_such_case").ret == 6
 

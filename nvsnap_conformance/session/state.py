@@ -45,6 +45,8 @@ from nvsnap_conformance.session.telling import Telling
 from nvsnap_conformance.termination import Terminations
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvsnap_conformance.hooks.standins import Observation as StandInObservation
     from nvsnap_conformance.lifecycle.images import ImageObservation
     from nvsnap_conformance.lifecycle.observe import CycleObservation
@@ -78,6 +80,8 @@ class ConformanceSession:
         self.images: dict[str, ImageObservation] = {}
         self.stand_in_cycles: dict[str, StandInObservation] = {}
         self.final: RunRecord | None = None
+        self.left_out: set[tuple[str, str]] = set()
+        """Clauses, by arm, of which a case was deselected."""
         self.troubles: list[NvsnapError] = []
         self._terminations = Terminations()
         self._telling = Telling()
@@ -336,12 +340,22 @@ class ConformanceSession:
     def _verdicts(self) -> list[ClauseVerdict]:
         return clause_verdicts(self.cases, self.selection, self.engine_versions)
 
+    def leave_out(self, items: Sequence[pytest.Item]) -> None:
+        """Note cases of this session that are deselected: their clauses are not executed as a whole."""
+        for item in items:
+            arm, names = arm_of(item), clauses_of(item)
+            if arm is not None and self.selection.wants(names, arm):
+                self.left_out |= {(name, arm.id) for name in names}
+        if self.worker:
+            self.config.workeroutput["nvs_left_out"] = sorted(self.left_out)  # type: ignore[attr-defined]
+
     def _missing(self) -> list[str]:
         executed = {
             (verdict.clause, verdict.arm)
             for verdict in self._verdicts()
             if verdict.outcome not in {Outcome.SKIPPED, Outcome.NOT_RUN}
         }
+        executed -= self.left_out
         return sorted(f"{clause}@{arm}" for clause, arm in self.selection.must_run() - executed)
 
     def _record(self, state: str, code: ExitCode | None, ended: datetime | None) -> RunRecord:
