@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvsnap_conformance.engines import home
 from nvsnap_conformance.lifecycle.residue import (
     RUN_ID,
     HostSnapshot,
@@ -183,16 +184,27 @@ def test_temporary_folders_of_the_suite_are_found(run: str) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
-def test_mounts_are_found(run: str, tmp_path: Path) -> None:
+def test_mounts_are_found_where_engines_have_theirs(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = {name: tmp_path / name for name in ("engine", "engine/tmp/in", "engine-of-another")}
+    for place in places.values():
+        place.mkdir(parents=True)
+    monkeypatch.setattr(home, "mount_point", lambda: tmp_path / "engine")
     before = HostSnapshot.take()
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=True)
+    mounted = []
     try:
+        # Below first: a mount over the folder would hide what is in it.
+        for name in ("engine/tmp/in", "engine", "engine-of-another"):
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(places[name])], check=True)
+            mounted.append(places[name])
         left = before.diff(HostSnapshot.take())
-        assert left.mounts == (f"{tmp_path} tmpfs",)
+        assert left.mounts == (f"{places['engine']} tmpfs", f"{places['engine/tmp/in']} tmpfs")
         assert signatures(left) == ["RESIDUE:MOUNT"]
     finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-    assert f"{tmp_path} tmpfs" not in mount_points()
+        for place in reversed(mounted):
+            subprocess.run(["umount", str(place)], check=True)
+    assert not [mount for mount in mount_points() if str(tmp_path) in mount]
 
 
 def test_every_kind_of_residue_is_a_finding_and_nothing_is_none() -> None:

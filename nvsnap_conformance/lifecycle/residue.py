@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from nvsnap_conformance.engines import home
 from nvsnap_conformance.engines.linux import parents
 from nvsnap_conformance.outcomes import Finding, finding
 from nvsnap_conformance.processes import ProcessId
@@ -180,6 +181,13 @@ def mount_points(process: str = "self") -> tuple[str, ...]:
     return ()
 
 
+def _where_engines_mount(mount: str) -> bool:
+    """Whether a mount is where the suite mounts something in an engine's namespace."""
+    point = Path(mount.rpartition(" ")[0])
+    engines = home.mount_point()
+    return str(point) in {"/", "/proc", str(_SHM)} or point == engines or engines in point.parents
+
+
 def sysv_objects() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return System V (shared memory and queues, semaphores) of the calling thread's IPC namespace."""
     found: dict[str, list[str]] = {"shm": [], "msg": [], "sem": []}
@@ -248,9 +256,10 @@ def run_processes(run: str) -> list[ProcessId]:
 class HostSnapshot:
     """What a run has on the host at one moment. Take one before, one after, and ask for the difference.
 
-    Other programs use the machine too. A listening port that a process outside the run owns, and an entry
-    of /dev/shm that one has mapped or open, are theirs (``foreign``) and are left out; an entry that nobody
-    uses counts as the run's if it came during the run, and was not seen to be another's before.
+    Other programs use the machine too. A mount counts only where engines have theirs. A listening port that a
+    process outside the run owns, and an entry of /dev/shm that one has mapped or open, are theirs
+    (``foreign``) and are left out; an entry that nobody uses counts as the run's if it came during the run,
+    and was not seen to be another's before.
     """
 
     residue: Residue
@@ -279,7 +288,7 @@ class HostSnapshot:
             shm=tuple(name for name in shm if name not in others) + sysv_shm,
             semaphores=tuple(name for name in semaphores if name not in others) + sysv_semaphores,
             ports=tuple(sorted(set(ports) - others)),
-            mounts=mount_points(),
+            mounts=tuple(mount for mount in mount_points() if _where_engines_mount(mount)),
             tmp_files=tuple(sorted(map(str, temporary.parent.glob(f"{temporary.name}*")))),
             namespaces=tuple(sorted(str(space) for space in spaces)),
         )
