@@ -22,6 +22,7 @@ from nvsnap_conformance.models import ensure_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
 REFERENCE = HooksSpec()
@@ -233,12 +234,28 @@ def test_request_to_a_prepared_engine_waits_and_is_right(
     assert all(count["while_prepared"] == 0 for count in ask(engine, "forwards", LOADER))
 
 
+def wait_for_forwards(engine: VllmHandle, total: int) -> None:
+    wait_for("forward passes", lambda: ask(engine, "forwards", LOADER)[0]["total"] >= total, soon())
+
+
+def freeze_requests(engine: VllmHandle) -> list[Future[Completion]]:
+    """Pause the engine with requests in its workers; return all that were sent."""
+    sent: list[Future[Completion]] = []
+    for more in (8, 16, 32, 64):
+        wanted = ask(engine, "forwards", LOADER)[0]["total"] + 3
+        sent += [engine.submit(prompt, max_tokens=200, deadline=soon()) for prompt in PROMPTS * more]
+        wait_for_forwards(engine, wanted)
+        # This mode freezes requests where they are instead of letting them finish.
+        engine._front.call("POST", "/pause", params={"mode": "keep"}, deadline=soon())
+        # Four are in the workers at a time; so many more are open that some of those must be.
+        if sum(not future.done() for future in sent) > 8:
+            return sent
+        engine.resume(soon())  # the machine was slow to pause and they are through
+    raise AssertionError("every request ended before the engine was paused")
+
+
 def test_prepare_refuses_a_worker_with_requests(engine: VllmHandle, reference: list[Completion]) -> None:
-    begun = ask(engine, "forwards", LOADER)[0]["total"]
-    running = [engine.submit(prompt, max_tokens=200, deadline=soon()) for prompt in PROMPTS * 8]
-    wait_for("a forward pass", lambda: ask(engine, "forwards", LOADER)[0]["total"] > begun + 2, soon())
-    # This mode freezes requests where they are instead of letting them finish.
-    engine._front.call("POST", "/pause", params={"mode": "keep"}, deadline=soon())
+    running = freeze_requests(engine)
     refused = errors(engine.rpc("prepare", hooks=REFERENCE, deadline=soon()), engine)
     assert refused == ["NotDrained"] * engine.config.tensor_parallel
     assert states(engine) == {"serving"}

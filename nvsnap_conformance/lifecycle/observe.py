@@ -63,10 +63,12 @@ def observe_cycle(
     variant: Variant,
     *,
     repeats: int = 2,
+    reference: Answers | None = None,
     diagnose: Callable[[str], Diagnosis] | None = None,
 ) -> CycleObservation:
     """Take answers and identities, run one cycle, take them again ``repeats`` times.
 
+    ``reference`` is what the engine is known to answer, where it was just asked; else it is asked first.
     A cycle that fails, or an engine that no longer answers after it, is part of the observation. Graphs that
     the hooks put off are captured before answers are compared. Where a verb ran into its deadline,
     ``diagnose`` looks at the engine from outside at once.
@@ -75,7 +77,7 @@ def observe_cycle(
     observation = CycleObservation(
         record=driver.record,
         replaces_processes=driver.host.replaces_processes if driver.host is not None else False,
-        reference=take_answers(engine, deadline),
+        reference=reference or take_answers(engine, deadline),
         planted=plant_nonces(engine, deadline),
         before=take_identities(engine, deadline),
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nvsnap_conformance.session.arms import Arm
     from nvsnap_conformance.session.pool import LiveEngine
 
-END_SECONDS = 60.0
+END_SECONDS = 40.0
 """Allowance for a program to come up, or to end by itself, in seconds."""
 
 FAIL_SECONDS = 30.0
