@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "nvsnap_conformance.commands.experiment:experiment",
         "Answer a question by comparing arms.",
     ),
-    "inspect": ("nvsnap_conformance.hang.commands:inspect", "Judge a recorded stack bundle again."),
+    "inspect": ("nvsnap_conformance.hang.commands:inspect", "Judge a stack bundle again, or sum up a run."),
     "watch": ("nvsnap_conformance.hang.commands:watch", "Watch ranks, and say who hangs and why."),
     "doctor": ("nvsnap_conformance.commands.doctor:doctor", "Say what this machine can run."),
     "list": ("nvsnap_conformance.commands.listing:list_", "List clauses, cases and mutants."),
