@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from nvsnap_conformance.engines import home
 from nvsnap_conformance.engines.linux import parents
 from nvsnap_conformance.outcomes import Finding, finding
 from nvsnap_conformance.processes import ProcessId
@@ -183,6 +182,8 @@ def mount_points(process: str = "self") -> tuple[str, ...]:
 
 def _where_engines_mount(mount: str) -> bool:
     """Whether a mount is where the suite mounts something in an engine's namespace."""
+    from nvsnap_conformance.engines import home  # noqa: PLC0415 - it names its folders by the run's id, from here
+
     point = Path(mount.rpartition(" ")[0])
     engines = home.mount_point()
     return str(point) in {"/", "/proc", str(_SHM)} or point == engines or engines in point.parents
