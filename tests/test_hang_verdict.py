@@ -229,6 +229,13 @@ def test_rank_that_waits_for_children_at_work_comes() -> None:
     assert not judge(make.bundle(ranks(4, waiting), tree_runnable=1)).is_hang
 
 
+def test_one_rank_in_a_collective_waits_for_ranks_that_were_not_found() -> None:
+    """A starting engine whose other workers have no title yet: nothing can be said of those."""
+    verdict = judge(make.bundle(ranks(1, WAIT)))
+    assert (verdict.kind, verdict.is_hang) == (VerdictKind.UNKNOWN, False)
+    assert judge(make.bundle(ranks(2, WAIT))).is_hang
+
+
 def test_native_arithmetic_is_work() -> None:
     computing = (*make.at("matmul"), Frame("at::native::cpublas::gemm", "libtorch_cpu.so", 0, True))
     verdict = judge(make.bundle(ranks(4, WAIT, r3=computing), cpu={3: 1.0}, rung={3: Rung.NATIVE}))

@@ -225,6 +225,8 @@ class _Judge(Observation):
         elif any(signs.busy(v) or signs.works(v) for v in found) or _places(found) > 1:
             return None
         elif Condition.GATHERED in conditions:
+            if len(found) == 1:
+                return None  # nobody waits for himself: those that he waits for were not found
             unsure = self._one_after_the_other(found)
             if unsure is not None:
                 return unsure
