@@ -11,83 +11,92 @@ import json
 import math
 import random
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance import tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
 SEED = 20262
-HIDDEN = 512
-INTERMEDIATE = 1536
-LAYERS = 4
-HEADS = 8
-HEAD_SIZE = 64
-POSITIONS = 1024
 
 ONE = struct.pack("<f", 1.0)[2:]
 """1.0 as a bfloat16, which is the upper half of a float32."""
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large a Llama is, by the names of its configuration; key/value heads are as many as heads."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    head_size: int
+    positions: int = 1024
+
+    def config(self) -> dict[str, Any]:
+        """Return the model's configuration."""
+        return tiny_llama.config() | {
+            "head_dim": self.head_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.positions,
+            "num_attention_heads": self.heads,
+            "num_hidden_layers": self.layers,
+            "num_key_value_heads": self.heads,
+            "torch_dtype": "bfloat16",
+        }
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Return each tensor's shape and the standard deviation of its values (0: all are one).
+
+        Matrices keep the size of what goes through them; the last one is wider, so that the first choice of
+        a greedy answer leads the second by more than a 16-bit format can lose.
+        """
+        hidden, heads = self.hidden, self.heads * self.head_size
+        shapes: dict[str, tuple[tuple[int, ...], float]] = {
+            "model.embed_tokens.weight": ((tiny_llama.VOCABULARY, hidden), 1.0)
+        }
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            for name, shape in (
+                ("self_attn.q_proj", (heads, hidden)),
+                ("self_attn.k_proj", (heads, hidden)),
+                ("self_attn.v_proj", (heads, hidden)),
+                ("self_attn.o_proj", (hidden, heads)),
+                ("mlp.gate_proj", (self.intermediate, hidden)),
+                ("mlp.up_proj", (self.intermediate, hidden)),
+                ("mlp.down_proj", (hidden, self.intermediate)),
+            ):
+                shapes[f"{prefix}.{name}.weight"] = (shape, shape[1] ** -0.5)
+            shapes[f"{prefix}.input_layernorm.weight"] = ((hidden,), 0.0)
+            shapes[f"{prefix}.post_attention_layernorm.weight"] = ((hidden,), 0.0)
+        shapes["model.norm.weight"] = ((hidden,), 0.0)
+        shapes["lm_head.weight"] = ((tiny_llama.VOCABULARY, hidden), 3 * hidden**-0.5)
+        return shapes
+
+    def write(self, folder: Path, values: Callable[[int, float], Iterable[bytes | memoryview]]) -> None:
+        """Write the files; ``values(count, deviation)`` gives each matrix as bfloat16 bytes, in parts."""
+        tiny_llama.write_json(folder / "config.json", self.config())
+        tiny_llama.write_tokenizer(folder, positions=self.positions)
+        shapes = self.shapes()
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(safetensors_header({name: shape for name, (shape, _) in shapes.items()}))
+            for shape, deviation in shapes.values():
+                count = math.prod(shape)
+                file.writelines([ONE * count] if deviation == 0.0 else values(count, deviation))
+
+
+SIZE = Size(hidden=512, intermediate=1536, layers=4, heads=8, head_size=64)
+
+
 def write(folder: Path) -> None:
     """Write the model's files into ``folder``, which exists and is empty."""
-    tiny_llama.write_json(folder / "config.json", _config())
-    tiny_llama.write_tokenizer(folder, positions=POSITIONS)
-    _write_safetensors(folder / "model.safetensors")
-
-
-def _config() -> dict[str, Any]:
-    return tiny_llama.config() | {
-        "head_dim": HEAD_SIZE,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "max_position_embeddings": POSITIONS,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": HEADS,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def _shapes() -> dict[str, tuple[tuple[int, ...], float]]:
-    """Return each tensor's shape and the standard deviation of its values (0: all are one).
-
-    Matrices keep the size of what goes through them; the last one is wider, so that the first choice of a
-    greedy answer leads the second by more than a 16-bit format can lose.
-    """
-    heads = HEADS * HEAD_SIZE
-    shapes: dict[str, tuple[tuple[int, ...], float]] = {
-        "model.embed_tokens.weight": ((tiny_llama.VOCABULARY, HIDDEN), 1.0)
-    }
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        for name, shape in (
-            ("self_attn.q_proj", (heads, HIDDEN)),
-            ("self_attn.k_proj", (heads, HIDDEN)),
-            ("self_attn.v_proj", (heads, HIDDEN)),
-            ("self_attn.o_proj", (HIDDEN, heads)),
-            ("mlp.gate_proj", (INTERMEDIATE, HIDDEN)),
-            ("mlp.up_proj", (INTERMEDIATE, HIDDEN)),
-            ("mlp.down_proj", (HIDDEN, INTERMEDIATE)),
-        ):
-            shapes[f"{prefix}.{name}.weight"] = (shape, shape[1] ** -0.5)
-        shapes[f"{prefix}.input_layernorm.weight"] = ((HIDDEN,), 0.0)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = ((HIDDEN,), 0.0)
-    shapes["model.norm.weight"] = ((HIDDEN,), 0.0)
-    shapes["lm_head.weight"] = ((tiny_llama.VOCABULARY, HIDDEN), 3 * HIDDEN**-0.5)
-    return shapes
-
-
-def _write_safetensors(path: Path) -> None:
     generator = random.Random(SEED)  # noqa: S311 - reproducible weights are the purpose
-    shapes = _shapes()
-    with path.open("wb") as file:
-        file.write(safetensors_header({name: shape for name, (shape, _) in shapes.items()}))
-        for shape, deviation in shapes.values():
-            count = math.prod(shape)
-            file.write(ONE * count if deviation == 0.0 else uniform(generator, count, deviation))
+    SIZE.write(folder, lambda count, deviation: [uniform(generator, count, deviation)])
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]]) -> bytes:

@@ -24,7 +24,7 @@ PORT = 8100
 
 # Holds a number that nobody else knows, and counts; answers "NUMBER COUNT MONOTONIC" to every connection.
 COUNTER = f"""
-import fcntl, os, secrets, socket, threading, time
+import fcntl, os, secrets, signal, socket, threading, time
 secret = secrets.token_hex(8)
 count = 0
 def tick():
@@ -46,8 +46,7 @@ locked = open(os.environ["TMPDIR"] + "/lock", "w")
 fcntl.flock(locked, fcntl.LOCK_EX)
 child = os.fork()
 if child == 0:
-    while True:
-        time.sleep(60)
+    signal.pause()
 print("up", flush=True)
 while True:
     connection, _ = listener.accept()

@@ -260,11 +260,11 @@ def test_connection_that_is_not_accepted_is_named(launch: Launch, folder: Path) 
 
 
 RING = """
-import ctypes, errno, time
+import ctypes, errno, signal
 libc = ctypes.CDLL(None, use_errno=True)
 ring = libc.syscall(425, 8, ctypes.create_string_buffer(120))
 print("up", errno.errorcode.get(ctypes.get_errno()) if ring < 0 else ring, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 
@@ -442,7 +442,7 @@ def test_kill_of_the_suite_takes_a_restored_program_along(
     CriuCheckpointer().dump(process, folder, soon())
     process.close()
     code = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from nvsnap_conformance.checkpoint.criu import CriuCheckpointer
 from nvsnap_conformance.checkpoint.criu_manifest import Manifest
@@ -452,7 +452,7 @@ workdir, folder = map(Path, sys.argv[1:])
 copy = EngineProcess.vacant(workdir=workdir, root_pid=Manifest.read(folder).root_pid)
 CriuCheckpointer().load(copy, folder, Deadline.after(60))
 print(*(member.pid for member in copy.tree()), flush=True)
-time.sleep(600)
+signal.pause()
 """
     (tmp_path / "copy").mkdir()
     suite = subprocess.Popen(

@@ -800,8 +800,9 @@ def test_usage_errors(words: tuple[str, ...], told: str) -> None:
 # Sudden death ------------------------------------------------------------------------------------------
 
 STUCK = """
-import sys, threading
+import sys
 from pathlib import Path
+from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.process import EngineProcess
 from nvsnap_conformance.experiments.plan import read_plan
 from nvsnap_conformance.experiments.runner import Experiment
@@ -810,12 +811,11 @@ from nvsnap_conformance.experiments.standin import StandInApparatus
 class Real(StandInApparatus):
     # Engines with real processes, in whose start the arms are stuck.
     def start(self, plan, arm, workdir, say):
-        argv = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+        argv = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"]
         process = EngineProcess.launch(argv, env={}, workdir=workdir)
         sys.stdout.write(f"{process.root.pid} {process.root.create_time}\\n")
         sys.stdout.flush()
-        while process.poll() is None:
-            threading.Event().wait(0.05)
+        wait_for("its end", lambda: process.poll() is not None, Deadline.after(600))
         from nvsnap_conformance.errors import EngineStartError
         raise EngineStartError("it has ended")
 

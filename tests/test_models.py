@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nvsnap_conformance import large_llama_gpu, tiny_llama
+from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.models import ensure_model
 
@@ -151,8 +151,8 @@ TOKENIZER = "6c7db3cbd5d189b1d74854b9d93731c08eeea8736697e6b0a3cd777813727b9b"
 def test_the_large_model_is_the_pool_from_changing_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"HIDDEN": 64, "INTERMEDIATE": 96, "LAYERS": 2, "HEADS": 2, "HEAD_SIZE": 32}.items():
-        monkeypatch.setattr(large_llama_gpu, name, value)
+    small = tiny_llama_gpu.Size(hidden=64, intermediate=96, layers=2, heads=2, head_size=32)
+    monkeypatch.setattr(large_llama_gpu, "SIZE", small)
     monkeypatch.setattr(large_llama_gpu, "POOL", 1001)  # smaller than most matrices, so that it comes round
     large_llama_gpu.write(tmp_path)
     raw = (tmp_path / "model.safetensors").read_bytes()
@@ -172,5 +172,5 @@ def test_the_large_model_is_the_pool_from_changing_places(
 
 
 def test_the_large_model_is_at_least_eight_gibibytes() -> None:
-    values = sum(math.prod(shape) for shape, _ in large_llama_gpu._shapes().values())
+    values = sum(math.prod(shape) for shape, _ in large_llama_gpu.SIZE.shapes().values())
     assert 8 << 30 <= 2 * values < 9 << 30
