@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nvsnap_conformance.targets.model import Target
 
 TEXT_ORACLE = "text-oracle"
+CAPTURED_GRAPHS = "captured-graphs"
 
 MACHINE: tuple[str, ...] = (
     "root",
@@ -104,12 +105,7 @@ class Capabilities:
         """Add the facts of ``target``; ``engine_version`` is ``None`` while it is not known."""
         family = target.engine.family
         facts = {
-            TEXT_ORACLE: Capability(
-                TEXT_ORACLE,
-                present=bool(target.oracle),
-                why_not=f"the target {target.name} states no text oracle",
-                how_to_get="add [[oracle]] entries with prompt and expect to the target file",
-            ),
+            **stated_by(target),
             family: Capability(
                 family,
                 present=engine_version is not None,
@@ -118,6 +114,26 @@ class Capabilities:
             ),
         }
         return replace(self, items={**self.items, **facts}, facts=self.facts | set(facts))
+
+
+def stated_by(target: Target) -> dict[str, Capability]:
+    """Return what a target file alone decides, before anything is started."""
+    graphs = target.engine.processor == "cpu" or "--no-enforce-eager" in target.engine.args
+    return {
+        TEXT_ORACLE: Capability(
+            TEXT_ORACLE,
+            present=bool(target.oracle),
+            why_not=f"the target {target.name} states no text oracle",
+            how_to_get="add [[oracle]] entries with prompt and expect to the target file",
+        ),
+        # An engine without a GPU has none of its own; the cases plant stand-ins.
+        CAPTURED_GRAPHS: Capability(
+            CAPTURED_GRAPHS,
+            present=graphs,
+            why_not=f"the target {target.name} launches its engine eagerly (the suite's default)",
+            how_to_get="take a target that captures graphs, such as vllm-gpu-stock (--no-enforce-eager)",
+        ),
+    }
 
 
 def probe() -> Capabilities:

@@ -24,6 +24,7 @@ from nvsnap_conformance.capabilities import (
 from nvsnap_conformance.clauses.registry import load_registry
 from nvsnap_conformance.doctor import Diagnosis, diagnose
 from nvsnap_conformance.engines.environment import EngineEnvironment
+from nvsnap_conformance.session.options import Selection
 from nvsnap_conformance.targets.model import DEFAULT_TARGET, load_target
 
 if TYPE_CHECKING:
@@ -92,6 +93,30 @@ def test_claims_decide(here: Capabilities, claims: list[str] | None, action: Act
     decision = decide(["ptrace"], here, claims=claims)
     assert decision.action is action
     assert words in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [("vllm-cpu", True), ("vllm-gpu", False), ("vllm-gpu-stock", True), ("vllm-gpu-large", True)],
+)
+def test_a_target_that_is_launched_eagerly_has_no_graphs_to_ask_for(name: str, there: bool) -> None:
+    loaded = load_target(name)
+    target = loaded.model_copy(update={"engine": loaded.engine.model_copy(update={"tensor_parallel": (1,)})})
+    decision = decide(["captured-graphs"], machine().with_target(target, "0.32.0"), claims=[])
+    assert decision.action is (Action.RUN if there else Action.SKIP)
+    registry = load_registry()
+    selection = Selection(
+        registry=registry,
+        targets=(target,),
+        auto_picked=False,
+        sizes=(1,),
+        profiles=("hooks",),
+        mutants=(),
+        out=Path("unused"),
+        cold=False,
+        clauses={"HOOKS-GRAPHS-COME-BACK": registry.clause("HOOKS-GRAPHS-COME-BACK")},
+    )
+    assert bool(selection.must_run()) is there
 
 
 def test_facts_of_the_target_need_no_claim() -> None:

@@ -9,6 +9,7 @@ import pytest
 from nvsnap_conformance.engines.protocol import Completion, RankReply
 from nvsnap_conformance.hooks import recapture, standins
 from nvsnap_conformance.lifecycle import accounting
+from nvsnap_conformance.outcomes import Outcome
 
 if TYPE_CHECKING:
     from nvsnap_conformance.outcomes import Finding
@@ -280,6 +281,13 @@ def recaptured() -> recapture.Observation:
 
 def test_graphs_that_come_back_have_no_findings() -> None:
     assert recapture.check_come_back(recaptured()) == []
+
+
+def test_graphs_that_never_were_are_unknown() -> None:
+    none = recaptured()
+    none.held = False
+    (found,) = recapture.check_come_back(none)
+    assert (str(found.signature), found.outcome) == ("GRAPHS:NONE", Outcome.UNKNOWN)
 
 
 def test_graphs_that_do_not_come_back() -> None:

@@ -14,7 +14,7 @@ from nvsnap_conformance.errors import DeadlineExceeded
 from nvsnap_conformance.lifecycle import accounting, oracle
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 from nvsnap_conformance.lifecycle.graphs import CALLS
-from nvsnap_conformance.outcomes import Finding, finding
+from nvsnap_conformance.outcomes import Finding, Outcome, finding
 
 if TYPE_CHECKING:
     from nvsnap_conformance.deadline import Deadline
@@ -92,9 +92,13 @@ def _capture(engine: EngineHandle, hooks: HooksSpec, seen: Observation, deadline
 def check_come_back(seen: Observation) -> list[Finding]:
     """Check that graphs that are gone after a restore are there again in the end, and that answers are right.
 
-    Findings: ``CYCLE:<VERB>``, ``GRAPHS:NO_ANSWER``, ``GRAPHS:NOT_BACK``, ``GRAPHS:DISPATCHED_EARLY`` (the
-    engine might have replayed one while not all were there), and ``ORACLE:TOKENS``.
+    Findings: ``GRAPHS:NONE`` (unknown), ``CYCLE:<VERB>``, ``GRAPHS:NO_ANSWER``, ``GRAPHS:NOT_BACK``,
+    ``GRAPHS:DISPATCHED_EARLY`` (the engine might have replayed one while not all were there), and
+    ``ORACLE:TOKENS``.
     """
+    if not seen.held:
+        what = "its target launches it to capture graphs, and the engine holds none on some rank"
+        return [finding(what, "GRAPHS:NONE", outcome=Outcome.UNKNOWN)]
     for verb in ("prepare", "restore"):
         failed = [reply for reply in seen.replies.get(verb, []) if reply.error is not None]
         if failed or verb not in seen.replies:

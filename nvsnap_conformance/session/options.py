@@ -8,6 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nvsnap_conformance.capabilities import stated_by
 from nvsnap_conformance.clauses.registry import Clause, Registry, load_registry
 from nvsnap_conformance.errors import UsageError
 from nvsnap_conformance.mutants import Mutant, load_mutants
@@ -88,7 +89,12 @@ class Selection:
         wanted = self.clauses.get(clause)
         if wanted is None or wanted.needs_engine is (arm.target is None):
             return False
-        return arm.target is None or wanted.min_world_size <= arm.tensor_parallel
+        if arm.target is None:
+            return True
+        # What a target states it is without cannot be asked of it; what a machine lacks can.
+        stated = stated_by(arm.target)
+        without = any(need in stated and not stated[need].present for need in wanted.needs)
+        return wanted.min_world_size <= arm.tensor_parallel and not without
 
 
 def resolve(config: pytest.Config) -> Selection:
