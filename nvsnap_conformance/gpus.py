@@ -100,7 +100,7 @@ class Nvml:
 
     def __enter__(self) -> Nvml:
         """Initialise NVML; raise :class:`EnvironmentFailure` where it or a driver is missing."""
-        module = self._given or _pynvml()
+        module = self._given or load_pynvml()
         try:
             module.nvmlInit()
         except module.NVMLError as error:
@@ -165,7 +165,8 @@ class Nvml:
         )
 
 
-def _pynvml() -> Any:
+def load_pynvml() -> Any:
+    """Return nvidia-ml-py's module; raise :class:`EnvironmentFailure` where it is not installed."""
     try:
         import pynvml  # noqa: PLC0415 - an optional dependency
     except ImportError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from nvsnap_conformance.checkpoint.command import CommandDevice
 from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
@@ -19,7 +18,7 @@ from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.experiments.bandwidth import measure
 from nvsnap_conformance.experiments.gpu_memory import GpuMemory, NvmlMemory
 from nvsnap_conformance.experiments.record import Conditions
-from nvsnap_conformance.gpus import VISIBLE, Lease, lease, visible
+from nvsnap_conformance.gpus import VISIBLE, Lease, lease, load_pynvml, visible
 from nvsnap_conformance.models import ensure_model
 from nvsnap_conformance.session.diagnosis import diagnose_ranks
 from nvsnap_conformance.session.pool import adapter
@@ -123,7 +122,7 @@ class TargetApparatus:
 
     def _look(self, held: Lease) -> None:
         """Learn under what conditions the arms will run."""
-        nvml: Any = importlib.import_module("pynvml")
+        nvml = load_pynvml()
         nvml.nvmlInit()  # counted by NVML, and ended with the process
         self.memory = NvmlMemory(nvml, [gpu.uuid for gpu in held.gpus], exclusive=self._at_once == 1)
         self.conditions = Conditions(

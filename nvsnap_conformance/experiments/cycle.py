@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from nvsnap_conformance.errors import DeadlineExceeded
-from nvsnap_conformance.lifecycle.driver import VERB_SECONDS, LifecycleDriver, VerbFailed
+from nvsnap_conformance.lifecycle import graphs
+from nvsnap_conformance.lifecycle.driver import LifecycleDriver, VerbFailed
 from nvsnap_conformance.lifecycle.trace import Verb
 
 if TYPE_CHECKING:
     from nvsnap_conformance.deadline import Deadline
-    from nvsnap_conformance.engines.protocol import RankReply
     from nvsnap_conformance.lifecycle.driver import CycleRecord
 
 ARM_DEVICE_SECONDS = 60.0
 """Allowance of one verb of the device layer in an arm, in seconds. Measured with tiny models at TP=2: a
 checkpoint 0.9 to 2.2 s, a restore 0.5 to 0.7 s."""
-
-GRAPHS_AT_ONCE = 16
-"""More than the engines of the arms capture, so that one call does it."""
 
 CHECKPOINTED, RESTORED = "checkpointed", "restored"
 
@@ -42,37 +38,18 @@ class ArmCycle(LifecycleDriver):
         if self.recapture:
             began = time.monotonic()
             with self._stop_on_failure(Verb.REBUILD):
-                while not self._all_captured(deadline):
-                    pass
+                replies = graphs.capture(self.engine, self.hooks, deadline=deadline)
+                if not graphs.captured(replies):
+                    told = "; ".join(f"rank {reply.rank}: {reply.error or reply.value}" for reply in replies)
+                    raise VerbFailed(f"graphs were not captured again: {told}")
             self.recapture_seconds = round(time.monotonic() - began, 6)
         super().resume(deadline)
-
-    def _all_captured(self, deadline: Deadline) -> bool:
-        """Capture some graphs on every rank; return whether that were all."""
-        if deadline.expired:
-            raise DeadlineExceeded(f"capturing graphs again: not within {deadline.budget:.1f} s")
-        replies = self.engine.rpc(
-            "recapture", hooks=self.hooks, deadline=deadline.sooner(VERB_SECONDS), number=GRAPHS_AT_ONCE
-        )
-        states = [_graphs(reply) for reply in replies]
-        if bad := [
-            f"rank {r.rank}: {r.error or r.value}" for r, s in zip(replies, states, strict=True) if not s
-        ]:
-            raise VerbFailed(f"graphs were not captured again: {'; '.join(bad)}")
-        return all(state == "captured" for state in states)
 
     def on_device(self, verb: Verb, deadline: Deadline) -> None:
         """Run one verb of the device layer, within the allowance of an arm."""
         super().on_device(verb, deadline.sooner(ARM_DEVICE_SECONDS))
         if verb in _MOMENTS:
             self.between(_MOMENTS[verb])
-
-
-def _graphs(reply: RankReply) -> str:
-    """Return the state of a rank's graphs, empty where there are none or their capture has failed."""
-    graphs = reply.value.get("graphs") if reply.error is None and isinstance(reply.value, dict) else None
-    state = str(graphs.get("state")) if isinstance(graphs, dict) else ""
-    return state if state in ("eager", "capturing", "captured") else ""
 
 
 def device_calls(record: CycleRecord) -> list[dict[str, Any]]:

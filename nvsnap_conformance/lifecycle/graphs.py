@@ -24,20 +24,34 @@ def deferred(replies: Iterable[RankReply]) -> bool:
     )
 
 
-def capture_all(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline, number: int = 64) -> bool:
-    """Have dropped graphs captured again, ``number`` for each call; return whether all are there.
+def capture(
+    engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline, number: int = 64
+) -> list[RankReply]:
+    """Have dropped graphs of a quiesced engine captured again, ``number`` for each call.
 
-    False where these hooks have nothing to capture, or cannot. Eager and captured computation need not agree
-    in 16-bit formats, so answers are comparable only once the graphs are back.
+    Returns the last replies: all graphs are there (:func:`captured`), or the hooks have none, cannot, or
+    never come to an end. Eager and captured computation need not agree in 16-bit formats, so answers are
+    comparable only once the graphs are back.
     """
+    replies: list[RankReply] = []
+    for _ in range(CALLS):
+        replies = engine.rpc("recapture", hooks=hooks, deadline=deadline, number=number)
+        states = {_state(reply) for reply in replies}
+        if states == {"captured"} or not states <= {"eager", "capturing", "captured"}:
+            break
+    return replies
+
+
+def captured(replies: Iterable[RankReply]) -> bool:
+    """Whether every rank says that all its graphs are there."""
+    return {_state(reply) for reply in replies} == {"captured"}
+
+
+def capture_all(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline) -> bool:
+    """Hold requests while dropped graphs are captured again; return whether all are there."""
     engine.quiesce(deadline)
     try:
-        for _ in range(CALLS):
-            replies = engine.rpc("recapture", hooks=hooks, deadline=deadline, number=number)
-            states = {_state(reply) for reply in replies}
-            if states == {"captured"} or not states <= {"eager", "capturing", "captured"}:
-                return states == {"captured"}
-        return False
+        return captured(capture(engine, hooks, deadline=deadline))
     finally:
         engine.resume(deadline)
 

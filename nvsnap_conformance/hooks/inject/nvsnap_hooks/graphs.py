@@ -209,7 +209,7 @@ class Recapture:
             return 0
         chosen = self._left if self._at_once else self._left[: max(1, number)]
         rest = self._left[len(chosen) :]
-        if self._left and self.done == 0:
+        if self.done == 0:
             renew_pools()
         self._capture(chosen, last=not rest)
         self._left = rest
