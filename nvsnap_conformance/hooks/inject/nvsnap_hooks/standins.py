@@ -161,6 +161,9 @@ class StandIns:
             registered=list(parallel_state._groups.items()),
             communicator=communicator,
             workspaces={"normal": normal} | ({} if alias else {"quant": quant}),
+            # On GPUs FlashInfer's workspaces are in the slots. They stay mapped, out of sight; hooks that
+            # make groups anew follow them in vLLM's table, as any other holder.
+            slots={slot: getattr(module, slot) for slot in flashinfer.SLOTS.values()},
         )
         if not _planted["had_backend"]:
             module.TorchDistBackend = Backend
@@ -213,7 +216,7 @@ class StandIns:
             "workspaces": {
                 name: {
                     "mapped": [memory.mapped for memory in workspace.mem_handles],
-                    "current": all(m.comm_backend.group is group for m in workspace.mem_handles),
+                    "current": all(_group_of(m.comm_backend) is group for m in workspace.mem_handles),
                 }
                 for name, workspace in _planted["workspaces"].items()
             },
@@ -232,8 +235,10 @@ class StandIns:
         if not _planted:
             return {"removed": False}
         module: Any = sys.modules[flashinfer.MODULE]
-        module._fi_ar_workspace = module._fi_ar_quant_workspace = None
-        module._fi_ar_workspace_groups.clear()
+        for slot, workspace in _planted["slots"].items():
+            setattr(module, slot, workspace)
+        for workspace in _planted["workspaces"].values():
+            module._fi_ar_workspace_groups.pop(id(workspace), None)
         if not _planted["had_backend"]:
             del module.TorchDistBackend
         _planted["communicator"].all2all_manager = _planted["had_manager"]
@@ -250,6 +255,11 @@ class StandIns:
             dist.destroy_process_group(new)
         _planted.clear()
         return {"removed": True}
+
+
+def _group_of(backend: Any) -> Any:
+    """Return the group of a backend: ours, or FlashInfer's own ``TorchDistBackend`` (0.6.15 to 0.7.2)."""
+    return backend.group if isinstance(backend, Backend) else backend._group
 
 
 def _coordinator() -> Any:
