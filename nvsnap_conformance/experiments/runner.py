@@ -31,6 +31,7 @@ from nvsnap_conformance.experiments.judge import Judge
 from nvsnap_conformance.experiments.page import write_page
 from nvsnap_conformance.experiments.record import (
     PROFILE,
+    ArmOutcome,
     ArmRecord,
     ExperimentRecord,
     PinnedCopy,
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     Say = Callable[[str], None]
 
 _RESULTS = "results.json"
+
+_DOUBTFUL = {ArmOutcome.LOST, ArmOutcome.WRONG, ArmOutcome.HANG, ArmOutcome.UNKNOWN}
+"""What may be a neighbour's doing, where the driver itself has answered nothing but success."""
 
 
 @dataclass
@@ -92,19 +96,29 @@ class Experiment:
         if self.bandwidth and left:
             self._measure()
         baseline = self.apparatus.memory.of_devices()
+        groups = self._groups(left)
         try:
-            for first in range(0, len(left), self.at_once):
+            while groups:
                 if deadline is not None and deadline.expired:
                     self.say("the time is up: the arms that are left can be run with --resume")
                     break
-                self._group(left[first : first + self.at_once], baseline)
+                again = self._group(groups.pop(0), baseline)
+                groups += [[arm] for arm in again]
         except BaseException:
             self._write("aborted")
             raise
         return self._write("complete" if all(self._decided(arm) for arm in self.chosen) else "aborted")
 
-    def _group(self, arms: Sequence[Arm], baseline: dict[str, int] | None) -> None:
-        """Run ``arms`` side by side, then see the GPU memory back where it was."""
+    def _groups(self, arms: Sequence[Arm]) -> list[list[Arm]]:
+        """Return who runs beside whom: those that the driver may lose not beside those that it must not."""
+        groups: list[list[Arm]] = []
+        for kind in (False, True):
+            alike = [arm for arm in arms if arm.may_be_lost is kind]
+            groups += [alike[first : first + self.at_once] for first in range(0, len(alike), self.at_once)]
+        return groups
+
+    def _group(self, arms: Sequence[Arm], baseline: dict[str, int] | None) -> list[Arm]:
+        """Run ``arms`` side by side and see the GPU memory back where it was; return who runs again."""
         with ThreadPoolExecutor(len(arms), thread_name_prefix="arm") as pool:
             try:
                 list(pool.map(self._one, arms))
@@ -117,6 +131,33 @@ class Experiment:
         self._settling.append(Settling(arms=names, back=back, note=note))
         if back is not True:
             self.say(f"GPU memory after {', '.join(names)}: {note}")
+        return self._taken_along(arms)
+
+    def _taken_along(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Return the arms whose end may be a neighbour's doing, call them unknown, and have them run alone.
+
+        Engines that share GPUs wait for each other's spinning kernels. With four at TP=2 some of those that
+        had come back failed seconds later (``cudaErrorLaunchFailure``) where alone they are right (driver
+        580.159.04, 2x H200). What the driver itself answers to an arm, and right tokens, are that arm's own.
+        """
+        records = [self._arms[arm.name] for arm in arms]
+        again: list[Arm] = []
+        for arm, record in zip(arms, records, strict=True):
+            beside = ", ".join(other.name for other in arms if other is not arm)
+            if not beside or record.error or record.outcome not in _DOUBTFUL:
+                continue
+            if record.outcome.decided:
+                self._keep(
+                    record.model_copy(
+                        update={
+                            "outcome": ArmOutcome.UNKNOWN,
+                            "reason": f"{record.outcome} beside {beside}, perhaps by them: {record.reason}",
+                        }
+                    )
+                )
+            self.say(f"{arm.name}: runs again alone, for it was beside {beside}")
+            again.append(arm)
+        return again
 
     def _one(self, arm: Arm) -> None:
         attempt, folder = self._folder(arm)
@@ -130,9 +171,12 @@ class Experiment:
             say=lambda text: self.say(f"{arm.name}: {text}"),
             attempt=attempt,
         ).run()
+        self._keep(record)
+
+    def _keep(self, record: ArmRecord) -> None:
         with self._lock:
-            write_whole(self.out / "arms" / f"{arm.name}.json", record.model_dump_json(indent=1) + "\n")
-            self._arms[arm.name] = record
+            write_whole(self.out / "arms" / f"{record.name}.json", record.model_dump_json(indent=1) + "\n")
+            self._arms[record.name] = record
             self._write("running")
 
     def _measure(self) -> None:
