@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu
+from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu, tiny_moe
 from nvsnap_conformance.cache import cache_dir
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.suggest import did_you_mean
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 _RECIPES: dict[str, Callable[[Path], None]] = {
     "tiny-llama": tiny_llama.write,
+    "tiny-moe": tiny_moe.write,
     "tiny-llama-gpu": tiny_llama_gpu.write,
     "large-llama-gpu": large_llama_gpu.write,
 }
 _SOURCES = {
     "tiny-llama": (tiny_llama.__file__,),
+    "tiny-moe": (tiny_moe.__file__, tiny_llama.__file__),
     "tiny-llama-gpu": (tiny_llama_gpu.__file__, tiny_llama.__file__),
     "large-llama-gpu": (large_llama_gpu.__file__, tiny_llama_gpu.__file__, tiny_llama.__file__),
 }

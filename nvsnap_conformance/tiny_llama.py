@@ -16,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 SEED = 20261
@@ -39,7 +40,7 @@ def write(folder: Path) -> None:
     """Write the model's files into ``folder``, which exists and is empty."""
     write_json(folder / "config.json", config())
     write_tokenizer(folder, positions=POSITIONS)
-    (folder / "model.safetensors").write_bytes(_safetensors())
+    (folder / "model.safetensors").write_bytes(safetensors(_shapes(), seed=SEED))
 
 
 def write_tokenizer(folder: Path, *, positions: int) -> None:
@@ -76,29 +77,46 @@ def config() -> dict[str, Any]:
 
 
 def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (HIDDEN,),
-            f"{prefix}.self_attn.q_proj.weight": (HEADS * HEAD_SIZE, HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": (KEY_VALUE_HEADS * HEAD_SIZE, HIDDEN),
-            f"{prefix}.self_attn.v_proj.weight": (KEY_VALUE_HEADS * HEAD_SIZE, HIDDEN),
-            f"{prefix}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
-            f"{prefix}.post_attention_layernorm.weight": (HIDDEN,),
-            f"{prefix}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
-            f"{prefix}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+    return around_layers(
+        {
+            **attention(layer),
+            f"{layer}.mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+            f"{layer}.mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
         }
+        for layer in (f"model.layers.{number}" for number in range(LAYERS))
+    )
+
+
+def around_layers(layers: Iterable[dict[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the whole model: embedding, ``layers``, last norm, head."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    for layer in layers:
+        shapes |= layer
     return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
 
 
-def _safetensors() -> bytes:
-    """Return the weights in the safetensors format: header length (u64 LE), JSON header, raw tensors."""
-    generator = random.Random(SEED)  # noqa: S311 - reproducible weights are the purpose
+def attention(layer: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's attention and norms by their names below ``layer``."""
+    return {
+        f"{layer}.input_layernorm.weight": (HIDDEN,),
+        f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_SIZE, HIDDEN),
+        f"{layer}.self_attn.k_proj.weight": (KEY_VALUE_HEADS * HEAD_SIZE, HIDDEN),
+        f"{layer}.self_attn.v_proj.weight": (KEY_VALUE_HEADS * HEAD_SIZE, HIDDEN),
+        f"{layer}.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
+        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
+    }
+
+
+def safetensors(shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> bytes:
+    """Return float32 weights in the safetensors format: header length (u64 LE), JSON header, raw tensors.
+
+    Those called ``…norm.weight`` are ones, the others uniform within :data:`SPREAD`, in the order given.
+    """
+    generator = random.Random(seed)  # noqa: S311 - reproducible weights are the purpose
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
-    for name, shape in _shapes().items():
+    for name, shape in shapes.items():
         if name.endswith("norm.weight"):
             values = array.array("f", [1.0]) * shape[0]
         else:

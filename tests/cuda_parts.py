@@ -15,10 +15,11 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nvsnap_hooks import communicators, device, flashinfer, graphs, inventory
+from nvsnap_hooks import communicators, device, exchange, flashinfer, graphs, inventory
 from nvsnap_hooks.errors import BadOption, ReleasedError
 from nvsnap_hooks.holders import find_holders, find_untracked
 from nvsnap_hooks.resources import Absent, Context, Deferred, Kept, LeftAlive, StillHeld
@@ -561,6 +562,96 @@ def check_a_bounded_call_hands_its_error_on() -> None:
         raise ValueError("told to")
 
     raises(ValueError, lambda: device.bounded(fails, 5.0, "a call"))
+
+
+class ExchangeOwner:
+    """What holds an all-to-all manager, as a device communicator and a layer's kernel do."""
+
+    def __init__(self, manager: Any) -> None:
+        self.all2all_manager = manager
+        self.cpu_group = "the group in force"
+
+
+def a_manager(name: str = "AgRsAll2AllManager") -> Any:
+    from vllm.distributed.device_communicators import all2all
+
+    made = object.__new__(getattr(all2all, name))
+    made.cpu_group, made.tcp_store_group = "an old group", None
+    return made
+
+
+def check_a_manager_over_groups_goes_and_comes_back_by_identity() -> None:
+    other = a_manager()
+    owner, kernel = ExchangeOwner(a_manager()), ExchangeOwner(None)
+    kernel.all2all_manager = owner.all2all_manager
+    watch = weakref.ref(owner.all2all_manager)
+    resource = exchange.of_communicator("ep:0/all2all", owner, types.SimpleNamespace(vllm_config=None))
+    assert resource.held()
+    assert resource.backend == "AgRsAll2AllManager"
+    resource.release()
+    assert not resource.held()
+    assert watch() is None
+    for holder in (owner, kernel):
+        raises(ReleasedError, functools.partial(getattr, holder.all2all_manager, "dispatch"))
+    assert other.cpu_group == "an old group"
+    with mock.patch.object(exchange.OverGroups, "make", side_effect=a_manager):
+        resource.rebuild(CONTEXT)
+    assert owner.all2all_manager is kernel.all2all_manager is resource.manager
+    assert type(resource.manager) is type(other)
+    assert resource.manager is not other
+
+
+def check_a_manager_is_made_by_its_own_constructor_over_the_group_in_force() -> None:
+    import vllm.config
+
+    made: list[Any] = []
+
+    def construct(manager: Any, cpu_group: Any, tcp_store_group: Any = None) -> None:
+        made.append((manager, cpu_group, tcp_store_group))
+
+    owner = ExchangeOwner(a_manager())
+    resource = exchange.OverGroups("ep:0/all2all", owner, types.SimpleNamespace(vllm_config="its own"))
+    with (
+        mock.patch.object(type(owner.all2all_manager), "__init__", construct),
+        mock.patch.object(vllm.config, "set_current_vllm_config") as current,
+    ):
+        manager = resource.make()
+    assert made == [(manager, "the group in force", None)]
+    current.assert_called_once_with("its own")
+
+
+def check_a_manager_that_something_unknown_holds_is_told() -> None:
+    owner = ExchangeOwner(a_manager())
+    hidden = (owner.all2all_manager,)
+    resource = exchange.of_communicator("ep:0/all2all", owner, None)
+    raises(StillHeld, resource.release, "builtins.tuple")
+    assert hidden[0].cpu_group == "an old group"
+
+
+def check_every_other_manager_stays_by_its_name() -> None:
+    from vllm.distributed.device_communicators import all2all
+    from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+    families = {
+        name: kind
+        for name, kind in vars(all2all).items()
+        if isinstance(kind, type) and issubclass(kind, All2AllManagerBase) and kind is not All2AllManagerBase
+    }
+    assert families.keys() >= exchange.OVER_GROUPS
+    others = families.keys() - exchange.OVER_GROUPS - {"FlashInferNVLinkOneSidedManager"}
+    assert len(others) > 5
+    for name in others:
+        found = exchange.of_communicator("ep:0/all2all", ExchangeOwner(a_manager(name)), None)
+        assert isinstance(found, Kept), name
+        assert name in found.why
+
+
+def check_a_manager_over_a_stateless_group_stays() -> None:
+    manager = a_manager()
+    manager.tcp_store_group = object()
+    assert isinstance(exchange.of_communicator("ep:0/all2all", ExchangeOwner(manager), None), Kept)
+    for owner in (None, ExchangeOwner(None)):
+        assert type(exchange.of_communicator("ep:0/all2all", owner, None)) is Absent
 
 
 def main() -> None:

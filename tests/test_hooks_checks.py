@@ -43,7 +43,14 @@ def report(calls: list[str], *, mapped: bool = True, current: bool = True) -> di
         "events": events(*calls),
         "workspaces": workspaces,
         "graphs": 0,
-        "all2all": {"same": True, "current": True},
+        "all2all": {
+            "name": "tp:0/all2all",
+            "alive": not calls,
+            "there": True,
+            "current": True,
+            "shared": True,
+            "apart": True,
+        },
     }
 
 
@@ -142,10 +149,31 @@ def test_a_workspace_that_does_not_come_back() -> None:
     assert names(standins.check_follows_group(seen)) == ["RESTORE:UNMAPPED", "RESTORE:STALE_GROUP"]
 
 
-def test_a_manager_that_keeps_an_old_group() -> None:
+@pytest.mark.parametrize(
+    ("moment", "field", "value", "signature"),
+    [
+        ("prepared", "alive", True, "EXCHANGE:STILL_ALIVE"),
+        ("after", "there", False, "EXCHANGE:MISSING"),
+        ("after", "shared", False, "EXCHANGE:NOT_HANDED_OUT"),
+        ("after", "current", False, "EXCHANGE:STALE_GROUP"),
+        ("after", "apart", False, "EXCHANGE:MIXED_UP"),
+    ],
+)
+def test_a_manager_that_did_not_go_or_come_back(moment: str, field: str, value: bool, signature: str) -> None:
     seen = good()
+    seen.replies["prepare"] = [reply(rank, prepared(**{"tp:0/all2all": "released"})) for rank in (0, 1)]
+    assert standins.check_exchange(seen) == []
+    seen.reports[moment][1]["all2all"][field] = value
+    assert names(standins.check_exchange(seen)) == [signature]
+
+
+def test_a_manager_that_stays_over_a_group_made_anew_by_others() -> None:
+    seen = good()
+    seen.replies["prepare"] = [reply(rank, prepared(**{"tp:0/all2all": "unsupported"})) for rank in (0, 1)]
+    seen.reports["prepared"][0]["all2all"]["alive"] = True
     seen.reports["after"][0]["all2all"]["current"] = False
-    assert names(standins.check_follows_group(seen)) == ["RESTORE:STALE_GROUP"]
+    seen.renewed = True
+    assert standins.check_exchange(seen) == []
 
 
 def test_a_workspace_left_mapped_behind_a_success() -> None:

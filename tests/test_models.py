@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu
+from nvsnap_conformance import large_llama_gpu, tiny_llama, tiny_llama_gpu, tiny_moe
 from nvsnap_conformance.errors import EnvironmentFailure, TargetError
 from nvsnap_conformance.models import ensure_model
 
@@ -33,24 +33,43 @@ def test_bytes_are_those_of_the_first_machine() -> None:
     assert sums(folder)["tokenizer.json"] == TOKENIZER
 
 
-def test_weights_are_valid_safetensors() -> None:
-    raw = (ensure_model("tiny-llama") / "model.safetensors").read_bytes()
+def float32(raw: bytes) -> tuple[dict[str, list[int]], tuple[float, ...]]:
+    """Return the shapes and all values of a safetensors file, whose tensors must follow one another."""
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
     assert header.pop("__metadata__") == {"format": "pt"}
     end = 0
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
-        elements = 1
-        for size in entry["shape"]:
-            elements *= size
-        assert (start, stop - start) == (end, 4 * elements), name
+        assert (start, stop - start) == (end, 4 * math.prod(entry["shape"])), name
         end = stop
     assert end == len(raw) - 8 - length
-    assert header["model.layers.1.self_attn.k_proj.weight"]["shape"] == [64, 64]
-    values = struct.unpack(f"<{end // 4}f", raw[8 + length :])
+    shapes = {name: entry["shape"] for name, entry in header.items()}
+    return shapes, struct.unpack(f"<{end // 4}f", raw[8 + length :])
+
+
+def test_weights_are_valid_safetensors() -> None:
+    shapes, values = float32((ensure_model("tiny-llama") / "model.safetensors").read_bytes())
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == [64, 64]
     assert max(map(abs, values)) == 1.0  # the norms; everything else lies within SPREAD
-    assert sum(abs(value) <= tiny_llama.SPREAD for value in values) == end // 4 - 5 * tiny_llama.HIDDEN
+    assert sum(abs(value) <= tiny_llama.SPREAD for value in values) == len(values) - 5 * tiny_llama.HIDDEN
+
+
+def test_the_mixture_of_experts_splits_over_two_ranks() -> None:
+    folder = ensure_model("tiny-moe")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert config["num_experts"] % 2 == 0
+    assert 1 < config["num_experts_per_tok"] < config["num_experts"]
+    raw = (folder / "model.safetensors").read_bytes()
+    shapes, values = float32(raw)
+    experts = [name for name in shapes if ".experts." in name]
+    assert len(experts) == tiny_llama.LAYERS * tiny_moe.EXPERTS * 3
+    # Split by rows or columns too, for an engine that does not run its experts in parallel.
+    assert config["moe_intermediate_size"] // 2 % 32 == 0
+    assert len(values) == 181_696
+    assert hashlib.sha256(raw).hexdigest() == MOE_WEIGHTS
+    assert sums(folder)["tokenizer.json"] == TOKENIZER
 
 
 def test_the_model_for_gpus_has_what_their_kernels_ask_for() -> None:
@@ -144,6 +163,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 GPU_WEIGHTS = "9baa13b8b4017ad3b07621e86c25dc9af20052930b8662d6c21aeb889dbcc997"
+MOE_WEIGHTS = "13a3d630df3d2b1c20c5e955c285dc6a49939493992794724f2bf6b1b54fc127"
 WEIGHTS = "06540c4e7b87c5970f1d1883449af92d40cd3ccf6141cda0f3edde54c5c4178c"
 TOKENIZER = "6c7db3cbd5d189b1d74854b9d93731c08eeea8736697e6b0a3cd777813727b9b"
 

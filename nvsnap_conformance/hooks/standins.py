@@ -174,8 +174,6 @@ def check_released(seen: Observation) -> list[Finding]:
 def check_follows_group(seen: Observation) -> list[Finding]:
     """Check that after a restore without an error each workspace is mapped, over the group in force.
 
-    So must the all-to-all manager be over it, the one from before where it was to stay.
-
     Findings: ``RESTORE:STALE_GROUP``, ``RESTORE:UNMAPPED``.
     """
     found: list[Finding] = []
@@ -193,9 +191,46 @@ def check_follows_group(seen: Observation) -> list[Finding]:
                 found.append(
                     finding(f"rank {rank}: workspace {name} is over an old group", "RESTORE:STALE_GROUP")
                 )
-        if not seen.renewed and not report["all2all"]["current"]:
+    return found
+
+
+def check_exchange(seen: Observation) -> list[Finding]:
+    """Check that the all-to-all manager went and came back as an object, and no other of its class with it.
+
+    Findings: ``EXCHANGE:STILL_ALIVE`` (it is called released, and exists), ``EXCHANGE:MISSING`` (nothing is
+    in its place after restore), ``EXCHANGE:NOT_HANDED_OUT`` (what held it holds something else than its
+    communicator), ``EXCHANGE:STALE_GROUP`` (it is over a group that is not in force), ``EXCHANGE:MIXED_UP``
+    (another manager of its class was taken for it). One that stays is judged by the same but for the first.
+    """
+    found: list[Finding] = []
+    outcomes = {
+        reply.rank: {name: entry.get("outcome") for name, entry in accounting.entries_of(reply).items()}
+        for reply in seen.replies.get("prepare", [])
+    }
+    for rank, report in seen.reports.get("prepared", {}).items():
+        told = report["all2all"]
+        if told["alive"] and outcomes.get(rank, {}).get(told["name"]) == "released":
             found.append(
-                finding(f"rank {rank}: the all-to-all manager is over an old group", "RESTORE:STALE_GROUP")
+                finding(f"rank {rank}: {told['name']} is called released and exists", "EXCHANGE:STILL_ALIVE")
+            )
+    for rank, report in seen.reports.get("after", {}).items():
+        told = report["all2all"]
+        what = f"rank {rank}: {told['name']}"
+        if not told["there"]:
+            found.append(finding(f"{what} is not there after restore", "EXCHANGE:MISSING"))
+            continue
+        if not told["shared"]:
+            found.append(
+                finding(f"{what}: a kernel that had held it holds something else", "EXCHANGE:NOT_HANDED_OUT")
+            )
+        # Hooks that have left the groups alone need not follow one that somebody else made anew.
+        if seen.renewed:
+            continue
+        if not told["current"]:
+            found.append(finding(f"{what} is over a group that is not in force", "EXCHANGE:STALE_GROUP"))
+        if not told["apart"]:
+            found.append(
+                finding(f"{what}: another manager of its class was mixed up in it", "EXCHANGE:MIXED_UP")
             )
     return found
 

@@ -1,7 +1,7 @@
 """What hooks do with captured graphs, workspaces and groups: order, aliases, renewed groups, failures.
 
 Stand-ins behind vLLM's own names make this visible in an engine on CPU, see
-:mod:`nvsnap_conformance.hooks.standins`. One cycle serves six clauses.
+:mod:`nvsnap_conformance.hooks.standins`. One cycle serves seven clauses.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def test_graphs_and_workspaces_are_released(seen: standins.Observation) -> None:
 def test_a_workspace_comes_back_over_the_group_in_force(seen: standins.Observation) -> None:
     """After restore every workspace is mapped, over the group that is there now."""
     require(standins.check_completed(seen) + standins.check_follows_group(seen))
+
+
+@pytest.mark.clause("HOOKS-EXCHANGE-BY-IDENTITY")
+def test_an_exchange_goes_and_comes_back_as_an_object(seen: standins.Observation) -> None:
+    """A released all-to-all manager is gone; after restore all that held it hold the one in its place."""
+    require(standins.check_exchange(seen) or standins.check_completed(seen))
 
 
 @pytest.mark.clause("HOOKS-BACKENDS-AGREE")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvsnap_hooks import device
 from nvsnap_hooks.holders import Tombstone, find_holders
-from nvsnap_hooks.resources import Absent, Context, Kept, LeftAlive, StillHeld, Unsupported
+from nvsnap_hooks.resources import Absent, Context, Kept, LeftAlive, StillHeld
 
 if TYPE_CHECKING:
     from nvsnap_hooks.device import Device
@@ -279,37 +279,3 @@ def of_coordinator(name: str, coordinator: Any, on: Device, modes: dict[str, str
             resource = f"{name}/{attribute}"
             found.append(Kept(resource, "communicator", f"{type(value).__name__} is not known"))
     return found
-
-
-def all2all(name: str, manager: Any) -> Any:
-    """Return the resource for a manager of all-to-all exchanges."""
-    if type(manager).__name__ == "FlashInferNVLinkOneSidedManager":
-        resource = OneSided(name, manager)
-        return resource if resource.held() else Absent(name, resource.kind, "it has made no workspace")
-    return Kept(name, "all2all-manager", f"{type(manager).__name__} is not known")
-
-
-class OneSided:
-    """The manager over FlashInfer's one-sided all-to-all, the only one with checkpoint methods up to 0.33."""
-
-    kind = "all2all-manager"
-
-    def __init__(self, name: str, manager: Any) -> None:
-        self.name = name
-        self._manager = manager
-
-    def held(self) -> bool:
-        """Return whether it has made its workspace."""
-        return bool(self._manager.initialized)
-
-    def release(self) -> str:
-        """Give the workspace's memory back, keeping its addresses."""
-        if not hasattr(self._manager, "checkpoint_prepare"):
-            raise Unsupported(f"{type(self._manager).__name__} has no checkpoint_prepare")
-        self._manager.checkpoint_prepare()
-        return "workspace unmapped"
-
-    def rebuild(self, _context: Context) -> str:
-        """Map fresh memory at the same addresses, over the group that is in force."""
-        self._manager.checkpoint_restore()
-        return "workspace mapped"

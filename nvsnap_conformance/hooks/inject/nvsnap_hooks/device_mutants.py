@@ -5,12 +5,16 @@ As in :mod:`nvsnap_hooks.mutants`, each is the reference implementation with one
 
 from __future__ import annotations
 
+import functools
+import gc
 from typing import Any, ClassVar
 
 from nvsnap_hooks import flashinfer
+from nvsnap_hooks.exchange import OverGroups
 from nvsnap_hooks.graphs import Graphs
+from nvsnap_hooks.holders import Holder
 from nvsnap_hooks.reference import ReferenceHooks
-from nvsnap_hooks.resources import Absent, DefaultGroup, Group, StillHeld, Unsupported
+from nvsnap_hooks.resources import Absent, DefaultGroup, Group, Unsupported
 
 Report = dict[str, Any]
 
@@ -81,37 +85,65 @@ class GraphsCalledAbsent(ReferenceHooks):
 
 
 class All2AllSkipped(ReferenceHooks):
-    """Skips an all-to-all manager that it cannot release, with a warning that nobody reads."""
+    """Skips an all-to-all manager, with a warning that nobody reads."""
 
     DIRTY: ClassVar[bool] = False
 
     def inventory(self) -> list[Any]:
         """See no manager."""
-        return [found for found in super().inventory() if found.kind != "all2all-manager"]
+        found = super().inventory()
+        for resource in found:
+            if isinstance(resource, OverGroups):
+                _leave(resource.manager, found)
+        return [resource for resource in found if resource.kind != OverGroups.kind]
 
 
-class StaleManager(ReferenceHooks):
-    """Hands the rebuilt groups to everything but the all-to-all manager."""
+class ExchangeByClass(ReferenceHooks):
+    """Keeps the all-to-all managers that it finds by their class, so that of two alike it knows one only."""
 
     DIRTY: ClassVar[bool] = False
 
     def inventory(self) -> list[Any]:
-        """Take the manager for no holder."""
+        """Take for each manager the last one of its class."""
         found = super().inventory()
         for resource in found:
-            if isinstance(resource, Group):
-                resource.holders = [h for h in resource.holders if "All2AllManager" not in h.where]
-                resource.stuck = [*resource.stuck, "an all-to-all manager"]
-                # Nor does it look any further.
-                resource.hidden_holders = lambda group: []  # type: ignore[method-assign] # noqa: ARG005
+            if not isinstance(resource, OverGroups):
+                continue
+            own = resource.manager
+            others = [thing for thing in gc.get_objects() if type(thing) is type(own) and thing is not own]
+            resource.manager = {type(manager): manager for manager in [own, *others]}[type(own)]
+            _leave(own, found)
         return found
 
-    def release(self, resource: Any) -> str:
-        """Release, and let what still holds the group be."""
-        try:
-            return super().release(resource)
-        except StillHeld:
-            return f"{resource.name} destroyed"
+
+class ExchangeNotHandedOut(ReferenceHooks):
+    """Gives a rebuilt all-to-all manager to its communicator only; kernels keep what was put in its place."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def rebuild(self, resource: Any, context: Any) -> str:
+        """Rebuild, having forgotten the other holders."""
+        if not isinstance(resource, OverGroups):
+            return super().rebuild(resource, context)
+        resource.places = []
+        detail = super().rebuild(resource, context)
+        resource._owner.all2all_manager = resource.manager
+        return detail
+
+
+class ExchangeOverWorld(ReferenceHooks):
+    """Makes an all-to-all manager again over the default group, in place of the group that it is for."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def rebuild(self, resource: Any, context: Any) -> str:
+        """Rebuild, a manager over the world."""
+        detail = super().rebuild(resource, context)
+        if isinstance(resource, OverGroups):
+            from torch.distributed import distributed_c10d as c10d
+
+            resource.manager.cpu_group = c10d._get_default_group()
+        return detail
 
 
 class WorkspaceForgotten(ReferenceHooks):
@@ -228,3 +260,11 @@ class UsesGraphsEarly(ReferenceHooks):
         for dispatcher in getattr(self.state.recapture, "_dispatchers", ()):
             dispatcher.keys_initialized = True
         return report
+
+
+def _leave(manager: Any, found: list[Any]) -> None:
+    """Let an all-to-all manager stay: its group is taken from it and given back as with any other holder."""
+    for group in found:
+        if isinstance(group, Group) and group.group is manager.cpu_group:
+            put = functools.partial(setattr, manager, "cpu_group")
+            group.holders = [*group.holders, Holder(f"{type(manager).__name__}.cpu_group", put)]

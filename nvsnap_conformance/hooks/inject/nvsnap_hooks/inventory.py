@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from nvsnap_hooks import communicators, flashinfer, graphs
+from nvsnap_hooks import communicators, exchange, flashinfer, graphs
 from nvsnap_hooks.device import Device
 from nvsnap_hooks.holders import find_holders, thawed
 from nvsnap_hooks.resources import (
@@ -54,7 +54,7 @@ def take(worker: Any = None, teardown: Teardown | None = None) -> list[Any]:
     late: list[Any] = []
     groups: list[Group] = []
     for name, coordinator, aliases in coordinators():
-        found += _communicator(name, coordinator)
+        found += _communicator(name, coordinator, worker)
         if worker is not None and worker.device.type == "cuda":
             early, own = _device_communicators(name, coordinator, worker, chosen)
             found += early
@@ -79,7 +79,8 @@ def take(worker: Any = None, teardown: Teardown | None = None) -> list[Any]:
     if chosen.nccl == "live":
         why = "left alive on request (teardown: nccl)"
         return [*found, *late, *(Left(group.name, group.kind, why) for group in groups)]
-    _attach_holders(groups)
+    managers = [resource.manager for resource in found if isinstance(resource, exchange.OverGroups)]
+    _attach_holders(groups, besides=managers)
     return [*found, *late, *groups]
 
 
@@ -118,15 +119,10 @@ def _without(name: str, group: Any) -> Absent:
     return Absent(name, "process-group", "the coordinator has none")
 
 
-def _communicator(name: str, coordinator: Any) -> list[Any]:
+def _communicator(name: str, coordinator: Any, worker: Any) -> list[Any]:
     communicator = coordinator.device_communicator
     module = getattr(communicator, "dist_module", None)
-    manager = getattr(communicator, "all2all_manager", None)
-    found: list[Any] = []
-    if manager is None:
-        found.append(Absent(f"{name}/all2all", "all2all-manager", "the communicator has none"))
-    else:
-        found.append(communicators.all2all(f"{name}/all2all", manager))
+    found: list[Any] = [exchange.of_communicator(f"{name}/all2all", communicator, worker)]
     if coordinator.mq_broadcaster is None:
         found.append(Absent(f"{name}/broadcaster", Broadcaster.kind, "the coordinator has none"))
     else:
@@ -200,12 +196,14 @@ def _device_wide(worker: Any, teardown: Teardown) -> list[Any]:
     return found
 
 
-def _attach_holders(groups: list[Group]) -> None:
+def _attach_holders(groups: list[Group], *, besides: list[Any]) -> None:
+    """Find what holds the groups; ``besides`` go before the groups do, so nothing may hold on to them."""
     from torch.distributed import distributed_c10d as c10d
 
     targets = [group.group for group in groups]
     registries = (c10d._world, c10d._world.__dict__, c10d._world.pg_map, c10d._world.pg_to_tag)
     lists = tuple(c10d._world.tags_to_pg.values()) + tuple(group.__dict__ for group in groups)
-    for group, (places, stuck) in zip(groups, find_holders(targets, ignore=registries + lists), strict=True):
+    found = find_holders(targets, ignore=(*registries, *lists, *besides))
+    for group, (places, stuck) in zip(groups, found, strict=True):
         # A dictionary of nothing but numbers and groups is not tracked by the collector, so not found above.
         group.holders, group.stuck = places + flashinfer.holders_of(group.group), stuck

@@ -1,7 +1,7 @@
 """Stand-ins for what only GPUs hold, in a real worker on CPU, behind vLLM's own names.
 
-FlashInfer workspaces, an all-to-all manager of vLLM's own without checkpoint methods (``AgRsAll2AllManager``)
-and a captured graph are put where vLLM keeps them, and the tensor-parallel communicator gets the checkpoint
+FlashInfer workspaces, all-to-all managers of vLLM's own (``AgRsAll2AllManager``, by its own constructor) and
+a captured graph are put where vLLM keeps them, and the tensor-parallel communicator gets the checkpoint
 methods of ``CudaCommunicator``, so that the engine's own code finds them. A workspace keeps FlashInfer's
 protocol (0.7.0, ``comm/allreduce.py``): repeated calls are no-ops, a barrier of all ranks is part of each, a
 half-mapped set is an error for good. The barriers run over the group's real backend.
@@ -19,6 +19,9 @@ from typing import Any
 from nvsnap_hooks import flashinfer, graphs, inventory
 
 GROUP = "tp:0"
+EXPERTS = "ep:0"
+"""Where vLLM has its all-to-all manager; a model without experts has no such coordinator."""
+
 MEMORIES = 3
 
 _planted: dict[str, Any] = {}
@@ -110,8 +113,15 @@ class StandInWorkspace:
         return states == {mapped}
 
 
-for _family in (Backend, Memory, StandInWorkspace):
-    # Hooks must follow the group that these hold, as they do FlashInfer's, and not pass them over as ours.
+class Kernel:
+    """What holds a manager beside its communicator, as the kernels of layers with experts do."""
+
+    def __init__(self, manager: Any) -> None:
+        self.all2all_manager = manager
+
+
+for _family in (Backend, Memory, StandInWorkspace, Kernel):
+    # Hooks must follow what these hold, as they do the engine's, and not pass them over as ours.
     _family.__module__ = "flashinfer.stand_in"
 
 
@@ -142,7 +152,6 @@ class StandIns:
         import vllm.distributed.device_communicators.flashinfer_all_reduce as module
         from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
         from vllm.distributed import parallel_state
-        from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
         from vllm.distributed.device_communicators.cuda_communicator import CudaCommunicator
 
         if _planted:
@@ -172,10 +181,7 @@ class StandIns:
             module._fi_ar_workspace_groups[id(workspace)] = coordinator.cpu_group
         for name in ("checkpoint_prepare", "checkpoint_restore"):
             setattr(communicator, name, types.MethodType(getattr(CudaCommunicator, name), communicator))
-        manager = object.__new__(AgRsAll2AllManager)
-        manager.cpu_group = coordinator.cpu_group
-        _planted.update(manager=manager, had_manager=communicator.all2all_manager)
-        communicator.all2all_manager = manager
+        self._plant_managers()
         graph = Graph()
         weakref.finalize(graph, log.events.append, {"what": "graph-dropped", "name": "cuda-graphs"})
         wrapper = object.__new__(CUDAGraphWrapper)
@@ -190,6 +196,20 @@ class StandIns:
             parallel_state._groups.update(turned)
         _wrap_group_calls(log)
         return {"planted": sorted(_planted["workspaces"])}
+
+    def _plant_managers(self) -> None:
+        """Plant one manager at the experts' communicator, in a kernel too, and one that stands alone."""
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
+
+        coordinator = _coordinator(EXPERTS, GROUP)
+        with set_current_vllm_config(self._worker.vllm_config):
+            other, manager = (AgRsAll2AllManager(coordinator.cpu_group) for _ in range(2))
+        communicator = coordinator.device_communicator
+        _planted.update(exchange=coordinator, had_manager=communicator.all2all_manager)
+        # By a weak reference: what is planted must go with what the engine has of it.
+        _planted.update(manager=weakref.ref(manager), kernel=Kernel(manager), other=Kernel(other))
+        communicator.all2all_manager = manager
 
     def renew_group(self) -> dict[str, Any]:
         """Rebuild the communicator's CPU group under the feet of the hooks, as an orchestrator may.
@@ -220,10 +240,7 @@ class StandIns:
                 }
                 for name, workspace in _planted["workspaces"].items()
             },
-            "all2all": {
-                "same": _planted["communicator"].all2all_manager is _planted["manager"],
-                "current": _planted["manager"].cpu_group is group,
-            },
+            "all2all": _managers(),
             "graphs": graphs.graphs_of(_planted["wrapper"]),
         }
 
@@ -241,7 +258,7 @@ class StandIns:
             module._fi_ar_workspace_groups.pop(id(workspace), None)
         if not _planted["had_backend"]:
             del module.TorchDistBackend
-        _planted["communicator"].all2all_manager = _planted["had_manager"]
+        _planted["exchange"].device_communicator.all2all_manager = _planted["had_manager"]
         for name in ("checkpoint_prepare", "checkpoint_restore"):
             _planted["communicator"].__dict__.pop(name, None)
         for name, original in _planted["wrapped"].items():
@@ -262,8 +279,38 @@ def _group_of(backend: Any) -> Any:
     return backend.group if isinstance(backend, Backend) else backend._group
 
 
-def _coordinator() -> Any:
-    return next(found for name, found, _aliases in inventory.coordinators() if name == GROUP)
+def _coordinator(*names: str) -> Any:
+    """Return the first of these coordinators that there is, by default the tensor-parallel one."""
+    known = {name: found for name, found, _aliases in inventory.coordinators()}
+    return next(known[name] for name in names or (GROUP,) if name in known)
+
+
+def _managers() -> dict[str, Any]:
+    """Return what became of the all-to-all managers.
+
+    ``name`` is the observer's, ``alive`` says of the planted object whether it exists, ``there`` whether
+    there is a manager where it was, ``current`` whether that one is over the group in force, ``shared``
+    whether the kernel holds the same one. ``apart`` is true while the lone one is another, over that group.
+    """
+    coordinator = _planted["exchange"]
+    group = coordinator.cpu_group
+    manager = coordinator.device_communicator.all2all_manager
+    other = _planted["other"].all2all_manager
+    there = _is_manager(manager)
+    return {
+        "name": f"{coordinator.unique_name}/all2all",
+        "alive": _planted["manager"]() is not None,
+        "there": there,
+        "current": there and manager.cpu_group is group,
+        "shared": _planted["kernel"].all2all_manager is manager,
+        "apart": _is_manager(other) and other is not manager and other.cpu_group is group,
+    }
+
+
+def _is_manager(thing: Any) -> bool:
+    from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+
+    return isinstance(thing, All2AllManagerBase)
 
 
 def _wrap_group_calls(log: Log) -> None:
