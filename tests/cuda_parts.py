@@ -19,8 +19,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nvsnap_hooks import communicators, device, exchange, flashinfer, graphs, inventory
-from nvsnap_hooks.errors import BadOption, ReleasedError
+from nvsnap_hooks import communicators, device, exchange, flashinfer, graphs, inventory, reference
+from nvsnap_hooks.errors import BadOption, ReleasedError, UnsupportedPlatform
 from nvsnap_hooks.holders import find_holders, find_untracked
 from nvsnap_hooks.resources import Absent, Context, Deferred, Kept, LeftAlive, StillHeld
 from nvsnap_hooks.teardown import Teardown
@@ -562,6 +562,19 @@ def check_a_bounded_call_hands_its_error_on() -> None:
         raise ValueError("told to")
 
     raises(ValueError, lambda: device.bounded(fails, 5.0, "a call"))
+
+
+def check_a_world_with_data_parallelism_is_refused() -> None:
+    import torch.distributed as dist
+
+    parallel = types.SimpleNamespace(world_size=1, nnodes=1)
+    worker = types.SimpleNamespace(device=types.SimpleNamespace(type="cpu"), parallel_config=parallel)
+    hooks = reference.ReferenceHooks(worker, {})
+    with mock.patch.object(dist, "is_initialized", return_value=True):
+        with mock.patch.object(dist, "get_world_size", return_value=1):
+            hooks._require_known_engine()
+        with mock.patch.object(dist, "get_world_size", return_value=2):
+            raises(UnsupportedPlatform, hooks._require_known_engine, "data parallelism")
 
 
 class ExchangeOwner:

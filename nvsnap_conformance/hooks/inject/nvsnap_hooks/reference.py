@@ -274,6 +274,7 @@ class ReferenceHooks:
         return None
 
     def _require_known_engine(self) -> None:
+        import torch.distributed as dist
         import vllm
         from packaging.specifiers import SpecifierSet
 
@@ -283,6 +284,8 @@ class ReferenceHooks:
             )
         if self.worker.device.type not in ("cpu", "cuda") or self.worker.parallel_config.nnodes != 1:
             raise UnsupportedPlatform("these hooks cover vLLM on CPU and CUDA on one node")
+        if dist.is_initialized() and dist.get_world_size() != self.worker.parallel_config.world_size:
+            raise UnsupportedPlatform("a world with data parallelism in it")
 
     def _require_known_device(self) -> None:
         """Refuse what these hooks cannot take down on CUDA, and what they were asked for and do not know."""
@@ -297,11 +300,9 @@ class ReferenceHooks:
             raise UnsupportedPlatform("groups made by split_group (VLLM_DISTRIBUTED_USE_SPLIT_GROUP)")
         if envs.VLLM_USE_NCCL_SYMM_MEM:
             raise UnsupportedPlatform("memory registered with NCCL (VLLM_USE_NCCL_SYMM_MEM)")
-        if dist.is_initialized():
-            if dist.get_world_size() != self.worker.parallel_config.world_size:
-                raise UnsupportedPlatform("a world with data parallelism in it")
-            if getattr(c10d._get_default_group(), "bound_device_id", None) is not None:
-                raise UnsupportedPlatform("a default group that is bound to a device")
+        default = c10d._get_default_group() if dist.is_initialized() else None
+        if getattr(default, "bound_device_id", None) is not None:
+            raise UnsupportedPlatform("a default group that is bound to a device")
         if self.teardown.cuda_graphs == "dropped" and (found := graphs.foreign()):
             raise UnsupportedPlatform(f"graphs that cannot be captured again: {', '.join(found)}")
         if self.teardown.nccl == "suspended":
