@@ -60,6 +60,7 @@ def test_default_target_says_what_the_design_says() -> None:
         "RPC-REPLY-IN-STEP",
         "ENGINE-LEAVES-NOTHING",
         "COLL-BACKEND-AGREE",
+        "COLL-SWITCHED-OFF-MEANS-NONE",
     }
 
 

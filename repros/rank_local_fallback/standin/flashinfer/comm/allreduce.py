@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 from .comm_backend import TorchDistBackend
 from .trtllm_ar import trtllm_create_ipc_workspace_for_all_reduce_fusion
 from .trtllm_mnnvl_ar import MNNVLAllReduceFusionWorkspace
+
+
+class AllReduceFusionPattern(IntEnum):
+    """What is computed together with the all-reduce."""
+
+    kAllReduce = 0  # noqa: N815 - FlashInfer's names
+    kARResidualRMSNorm = 1  # noqa: N815
 
 
 class TRTLLMAllReduceFusionWorkspace:

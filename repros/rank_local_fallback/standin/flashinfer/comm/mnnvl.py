@@ -11,6 +11,9 @@ __all__ = ["SymmDeviceMemory", "TorchDistBackend", "all_ranks_support_mnnvl", "i
 denied: set[int] = set()
 """Ranks on which the import of the multicast handle fails, as it does behind a creator that is held up."""
 
+null: set[int] = set()
+"""Ranks on which multicast is set up without an error and without a pointer, as it is without NVSwitch."""
+
 
 def is_multicast_supported(rank: int) -> bool:
     """Tell whether multicast can work on ``rank``, without any other rank."""
@@ -48,4 +51,4 @@ class SymmDeviceMemory:
             raise RuntimeError("CUDA error CUDA_ERROR_INVALID_HANDLE: import of the multicast handle")
         # Binding waits for the whole team; the driver's wait is a barrier here.
         self.comm_backend.barrier()
-        self.mc_ptr = 0x7000_0000_0000
+        self.mc_ptr = 0 if self.comm_backend.Get_rank() in null else 0x7000_0000_0000
