@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvsnap_hooks.holders import thawed
+from nvsnap_hooks.holders import instances_of
 from nvsnap_hooks.resources import Context, Deferred, StillHeld
 
 if TYPE_CHECKING:
@@ -54,17 +54,10 @@ def instances(families: tuple[Family, ...]) -> list[tuple[Family, Any]]:
     }
     if not wanted:
         return []
-    kinds: dict[type, Family | None] = {}
-    found: list[tuple[Family, Any]] = []
-    with thawed():
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if kind not in kinds:
-                kinds[kind] = next((wanted[base] for base in kind.__mro__ if base in wanted), None)
-            family = kinds[kind]
-            if family is not None:
-                found.append((family, thing))
-    return found
+    return [
+        (next(wanted[base] for base in type(thing).__mro__ if base in wanted), thing)
+        for thing in instances_of(*wanted)
+    ]
 
 
 def graphs_of(holder: Any) -> int:
@@ -93,8 +86,7 @@ def living() -> int:
     kind = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
     if kind is None:
         return 0
-    with thawed():
-        return sum(issubclass(type(thing), kind) for thing in gc.get_objects())
+    return len(instances_of(kind))
 
 
 class Graphs:

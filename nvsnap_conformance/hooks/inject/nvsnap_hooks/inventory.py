@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
+import weakref
 from typing import Any
 
 from nvsnap_hooks import communicators, exchange, flashinfer, graphs
 from nvsnap_hooks.device import Device
-from nvsnap_hooks.holders import find_holders, thawed
+from nvsnap_hooks.holders import find_holders, instances_of
 from nvsnap_hooks.resources import (
     Absent,
     Broadcaster,
@@ -20,6 +20,8 @@ from nvsnap_hooks.resources import (
 from nvsnap_hooks.teardown import Teardown
 
 WORLD = "world/default"
+
+_process: list[weakref.ref[Any]] = []
 
 
 def coordinators() -> list[tuple[str, Any, tuple[str, ...]]]:
@@ -139,10 +141,7 @@ def _control_queues() -> list[Any]:
 
     They carry the very RPC that ``restore`` is asked by, so they stay, and the report says so.
     """
-    from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    with thawed():
-        process = next((thing for thing in gc.get_objects() if isinstance(thing, WorkerProc)), None)
+    process = _worker_process()
     found: list[Any] = []
     for name, attribute in (
         ("executor/requests", "rpc_broadcast_mq"),
@@ -153,6 +152,15 @@ def _control_queues() -> list[Any]:
         else:
             found.append(Kept(name, "control-queue", "carries the call that asks for the restore"))
     return found
+
+
+def _worker_process() -> Any:
+    """Return the executor's object for this process, ``None`` in the executor's own; it stays the same."""
+    from vllm.v1.executor.multiproc_executor import WorkerProc
+
+    if not _process or _process[0]() is None:
+        _process[:] = [weakref.ref(found) for found in instances_of(WorkerProc)[:1]]
+    return _process[0]() if _process else None
 
 
 def _device_communicators(

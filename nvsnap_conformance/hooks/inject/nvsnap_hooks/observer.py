@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import sys
+import types
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,28 @@ _SHM = "/dev/shm/"  # noqa: S108 - the kernel's shared memory, not a temporary f
 _LISTEN = "0A"
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
 _BATCH = 10_000
+_INERT = frozenset(
+    {
+        types.BuiltinFunctionType,
+        types.ClassMethodDescriptorType,
+        types.CodeType,
+        types.FunctionType,
+        types.GenericAlias,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+        types.MethodDescriptorType,
+        types.ModuleType,
+        types.UnionType,
+        types.WrapperDescriptorType,
+        classmethod,
+        property,
+        staticmethod,
+        type,
+        weakref.ref,
+    }
+)
+"""Half of a worker's heap. None of it refers to an engine's object by itself: the cells, tuples and
+dictionaries of these do, and are objects of their own."""
 _DEVICE_ORDINAL = 9
 """``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL``, an int."""
 
@@ -206,7 +229,7 @@ class _Heap:
         self.groups: list[Any] = []
         self.coordinators: dict[str, Any] = {}
         self.worker_processes: list[Any] = []
-        objects = _all_objects()
+        objects = [thing for thing in _all_objects() if type(thing) not in _INERT]
         self._kinds = Counter(map(type, objects))
         self.graph_wrappers: list[Any] = []
         names = ("GroupCoordinator", "WorkerProc", "CUDAGraphWrapper", "BreakableCUDAGraphWrapper")
