@@ -46,8 +46,9 @@ class Mutant(StrictModel):
     interpreter), ``options`` is passed to it. ``kills`` are the clauses of which each must fail under
     it, with ``signature`` (``KIND:CODE``) where one is stated: a kill for another reason is none. It means
     nothing below ``min_world_size`` ranks, and runs at the target's ``largest`` or ``smallest``
-    tensor-parallel size (``world_size``). ``dirty`` says that it leaves the engine
-    unusable, so that the engine must not be shared with another case.
+    tensor-parallel size (``world_size``). Of a case with parameters it runs with ``parameters`` only, where
+    they are given: with the others it need not fail. ``dirty`` says that it leaves the engine unusable, so
+    that the engine must not be shared with another case.
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
@@ -58,6 +59,7 @@ class Mutant(StrictModel):
     signature: str | None = None
     min_world_size: WorldSize = 1
     world_size: Literal["largest", "smallest"] = "largest"
+    parameters: tuple[str, ...] = ()
     dirty: Flag = False
     summary: str = Field(min_length=1)
 

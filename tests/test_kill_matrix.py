@@ -70,3 +70,4 @@ def test_no_mutant_breaks_the_machine_or_the_suite(matrix: RunRecord) -> None:
         if case.outcome in {Outcome.ENVIRONMENT, Outcome.UNKNOWN, Outcome.BLOCKED, Outcome.BAD_EXPECTATION}
     ]
     assert broken == []
+    assert matrix.missing == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -16,7 +17,8 @@ from nvsnap_conformance.session.judge import ClauseVerdict, exit_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 CASE = """
 import pytest
@@ -159,6 +161,19 @@ def test_a_case_that_is_only_collected_has_no_record(pytester: pytest.Pytester) 
     assert result.ret == 0
     assert not (pytester.path / "out").exists()
     assert "verdict" not in result.stdout.str()
+
+
+@pytest.mark.parametrize(("mutant", "ids"), [
+    ("abandons-loop", ["workspace-prepare-first"]),
+    ("hides-a-hang", ["lock", "checkpoint", "restore", "unlock"]),
+])  # fmt: skip
+def test_a_mutant_runs_with_the_parameters_that_it_is_for(mutant: str, ids: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", f"--nvs-mutant={mutant}"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    told = [line for line in done.stdout.splitlines() if f"mutant={mutant}" in line]
+    assert [line.rstrip("]").partition(f"mutant={mutant}-")[2] for line in told] == ids
 
 
 def test_a_mutant_that_survives_is_told(pytester: pytest.Pytester) -> None:

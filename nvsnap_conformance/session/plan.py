@@ -8,6 +8,7 @@ import pytest
 
 if TYPE_CHECKING:
     from nvsnap_conformance.session.arms import Arm
+    from nvsnap_conformance.session.options import Selection
     from nvsnap_conformance.session.state import ConformanceSession
 
 ARM_FIXTURES = ("arm", "host_arm")
@@ -26,6 +27,18 @@ def arm_of(item: pytest.Item) -> Arm | None:
             arm: Arm = callspec.params[name]
             return arm
     return None
+
+
+def belongs(item: pytest.Item, selection: Selection) -> bool:
+    """Whether an item is this session's: by its clauses, its arm, and the parameters of its mutant."""
+    arm = arm_of(item)
+    if arm is None or not selection.wants(clauses_of(item), arm):
+        return False
+    if arm.mutant is None or not arm.mutant.parameters:
+        return True
+    callspec = item.callspec  # type: ignore[attr-defined] # there is one: it has the arm
+    given = [value for name, value in callspec.params.items() if name not in ARM_FIXTURES]
+    return not given or any(value in arm.mutant.parameters for value in given)
 
 
 def plan_items(session: ConformanceSession, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -51,7 +64,7 @@ def plan_items(session: ConformanceSession, config: pytest.Config, items: list[p
                 f"{item.nodeid}: a case with a clause takes the fixture 'arm' (it needs an engine) or "
                 "'host_arm' (it brings its own processes)"
             )
-        if selection.wants(names, arm):
+        if belongs(item, selection):
             kept.append(item)
             for name in names:
                 item.user_properties.append(("clause", name))

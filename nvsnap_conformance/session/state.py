@@ -39,7 +39,7 @@ from nvsnap_conformance.session.judge import (
 )
 from nvsnap_conformance.session.keeping import RecordKeeper
 from nvsnap_conformance.session.options import resolve
-from nvsnap_conformance.session.plan import arm_of, clauses_of
+from nvsnap_conformance.session.plan import arm_of, belongs, clauses_of
 from nvsnap_conformance.session.pool import EnginePool
 from nvsnap_conformance.session.telling import Telling
 from nvsnap_conformance.termination import Terminations
@@ -344,7 +344,7 @@ class ConformanceSession:
         """Note cases of this session that are deselected: their clauses are not executed as a whole."""
         for item in items:
             arm, names = arm_of(item), clauses_of(item)
-            if arm is not None and self.selection.wants(names, arm):
+            if arm is not None and belongs(item, self.selection):
                 self.left_out |= {(name, arm.id) for name in names}
         if self.worker:
             self.config.workeroutput["nvs_left_out"] = sorted(self.left_out)  # type: ignore[attr-defined]
