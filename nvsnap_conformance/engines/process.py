@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 _OWN_NETWORK = Path("/proc/self/net")
 
+FOLLOW_SECONDS = 10.0
+"""Allowance for an engine's processes to end once their root has, in seconds; vLLM's take under one."""
+
 
 @dataclass(frozen=True)
 class Termination:
@@ -373,9 +376,9 @@ class EngineProcess:
     def terminate(self, deadline: Deadline) -> Termination:
         """End the engine as a user would, see what it leaves, kill what is left, and close.
 
-        The root gets SIGTERM (a stopped tree is continued first), and all processes have three quarters of
-        the time left to go by themselves; what was killed may take :data:`CLOSE_SECONDS` beyond the
-        deadline. Never raises for an engine that is already gone.
+        The root gets SIGTERM (a stopped tree is continued first) and has three quarters of the time left to
+        go by itself, the others :data:`FOLLOW_SECONDS` after it; what was killed may take
+        :data:`CLOSE_SECONDS` beyond the deadline. Never raises for an engine that is already gone.
         """
         if self.termination is not None:
             return self.termination
@@ -386,7 +389,9 @@ class EngineProcess:
         for member in self.tree():
             member.send(SIGCONT)
         with suppress(DeadlineExceeded):
-            wait_for("the engine's end", self._ended, deadline.reserve(0.25), interval=0.02)
+            own = deadline.reserve(0.25)
+            wait_for("the root's end", lambda: self.poll() is not None, own, interval=0.02)
+            wait_for("the engine's end", self._ended, own.sooner(FOLLOW_SECONDS), interval=0.02)
         residue = self.audit()
         left = tuple(self.tree())
         for member in left:

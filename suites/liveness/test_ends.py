@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 END_SECONDS = 40.0
 """Allowance for a program to come up, or to end by itself, in seconds."""
 
-FAIL_SECONDS = 30.0
+FAIL_SECONDS = 20.0
 """Allowance for a front to notice a dead rank, in seconds. Users report waits of minutes without an end
 (vLLM issues 41530, 46611); vLLM 0.32 on CPU was measured to end in about a second."""
 
@@ -102,7 +102,7 @@ def test_engine_leaves_nothing_after_sigterm(
     if ending.killed:
         found.append(
             finding(
-                f"the engine did not end by SIGTERM in {END_SECONDS:.0f} s; SIGKILL was needed",
+                "not all of the engine ended by SIGTERM in time; SIGKILL was needed",
                 "RESIDUE:NEEDED_KILL",
             )
         )
