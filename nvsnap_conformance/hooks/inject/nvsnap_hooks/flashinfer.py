@@ -1,7 +1,8 @@
 """FlashInfer's all-reduce workspaces, as vLLM holds them.
 
 A workspace keeps its addresses while its memory is given back: ``checkpoint_prepare()`` and
-``checkpoint_restore(comm_backend)`` of flashinfer 0.6.15 and later (PR 3745). vLLM keeps up to two of them in
+``checkpoint_restore(comm_backend)`` of flashinfer 0.6.15 and later (PR 3745); for those without,
+:mod:`nvsnap_hooks.held_workspace`. vLLM keeps up to two of them in
 ``device_communicators.flashinfer_all_reduce`` (0.26 to 0.33), which may be one object.
 """
 
@@ -11,7 +12,7 @@ import functools
 import sys
 from typing import Any
 
-from nvsnap_hooks.holders import Holder
+from nvsnap_hooks.holders import Holder, Tombstone
 from nvsnap_hooks.resources import Context, StillHeld, Unsupported
 
 MODULE = "vllm.distributed.device_communicators.flashinfer_all_reduce"
@@ -23,7 +24,9 @@ def memories(workspace: Any) -> list[Any]:
     many = getattr(workspace, "mem_handles", None)
     if many is not None:
         return list(many)
-    one = getattr(getattr(workspace, "handle", None), "mcast_device_memory", None)
+    handle = getattr(workspace, "handle", None)
+    # FlashInfer 0.6.14 has torch's symmetric memory there, later ones an object around their own.
+    one = handle if hasattr(handle, "buffer_ptrs") else getattr(handle, "mcast_device_memory", None)
     return [] if one is None else [one]
 
 
@@ -40,7 +43,7 @@ def held() -> list[tuple[str, Any, tuple[str, ...]]]:
     found: dict[int, tuple[str, Any, tuple[str, ...]]] = {}
     for name, slot in SLOTS.items():
         workspace = getattr(module, slot, None)
-        if workspace is None:
+        if workspace is None or isinstance(workspace, Tombstone):
             continue
         first, _, others = found.get(id(workspace), (name, workspace, ()))
         found[id(workspace)] = (first, workspace, others if first == name else (*others, name))
@@ -81,8 +84,10 @@ class Workspace:
         """Return where each memory is mapped, this rank's and its peers', and its multicast address."""
         found: list[int] = []
         for memory in memories(self._workspace):
-            found += [int(address) for address in getattr(memory, "uc_ptrs", ())]
-            found += [int(memory.mc_ptr)] if getattr(memory, "mc_ptr", 0) else []
+            # Torch's symmetric memory names them differently.
+            for each, multicast in (("uc_ptrs", "mc_ptr"), ("buffer_ptrs", "multicast_ptr")):
+                found += [int(address) for address in getattr(memory, each, ())]
+                found += [int(getattr(memory, multicast))] if getattr(memory, multicast, 0) else []
         return found
 
     def release(self) -> str:
@@ -101,7 +106,10 @@ class Workspace:
         """Map fresh memory at the same addresses, exchanged over the group that is in its place now."""
         group = self._module._fi_ar_workspace_groups[id(self._workspace)]
         self._require_same_size(group)
-        self._workspace.checkpoint_restore(self._module.TorchDistBackend(group=group))
+        try:
+            self._workspace.checkpoint_restore(self._module.TorchDistBackend(group=group))
+        except NotImplementedError as error:
+            raise Unsupported(f"{self.backend}: {error}") from error
         if not all(memory.mapped for memory in memories(self._workspace)):
             raise RuntimeError(f"{self.name} is not mapped as a whole")
         return f"{self.backend} over {group.group_desc}{self._known_as()}"

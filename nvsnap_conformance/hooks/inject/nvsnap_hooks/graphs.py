@@ -1,6 +1,6 @@
 """Captured CUDA graphs: who holds them in vLLM, how they are dropped, and how they are captured again.
 
-vLLM 0.27 to 0.33 keeps graphs in wrappers around the model (model runner V1, and pieces of a compiled model),
+vLLM 0.26 to 0.33 keeps graphs in wrappers around the model (model runner V1, and pieces of a compiled model),
 in graph managers (model runner V2) and in the wrapper for microbatches. A capture after start-up is refused
 (V1: ``validate_cudagraph_capturing_enabled``) or never asked for (V2), and a dispatch to a graph that is gone
 fails. So the hooks make the engine compute eagerly first, and capture again when asked.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from nvsnap_hooks import communicators, exchange, flashinfer, graphs
+from nvsnap_hooks import communicators, exchange, flashinfer, graphs, held_workspace
 from nvsnap_hooks.device import Device
 from nvsnap_hooks.holders import find_holders, instances_of
 from nvsnap_hooks.resources import (
@@ -189,7 +189,7 @@ def _device_wide(worker: Any, teardown: Teardown) -> list[Any]:
     else:
         found = [captured]
     workspaces = {
-        name: flashinfer.Workspace(name, workspace, aliases)
+        name: held_workspace.resource(name, workspace, aliases, Device(getattr(worker, "device", None)))
         for name, workspace, aliases in flashinfer.held()
         if flashinfer.mapped(workspace)
     }

@@ -183,11 +183,24 @@ class Observer:
             memories = _memories(workspace)
             live = sum(bool(getattr(memory, "mapped", True)) for memory in memories)
             if live:
+                self._peers[slot] = {at for memory in memories for at in _peers_in(memory)}
                 found[slot] = self._object("flashinfer-workspace", workspace) | {
                     # One object before and after: what is given back and mapped anew is its memory.
                     "identity": None,
                     "partial": live < len(memories),
                     "stale_group": _stale_group(workspace),
+                }
+        # Symmetric memory of torch is unmapped with its last reference, whoever has that.
+        for slot in ("flashinfer/normal", "flashinfer/quant"):
+            left = (
+                set() if slot in found else {at for at in self._peers.get(slot, ()) if _on_another_device(at)}
+            )
+            if left:
+                found[slot] = {
+                    "kind": "flashinfer-workspace",
+                    "live": True,
+                    "identity": None,
+                    "peers_mapped": sorted(hex(at) for at in left),
                 }
         graphs = sum(
             any(getattr(entry, name, None) is not None for name in ("cudagraph", "capture"))
@@ -287,6 +300,8 @@ def _flashinfer_workspaces() -> dict[str, Any]:
         ("flashinfer/quant", "_fi_ar_quant_workspace"),
     ):
         workspace = getattr(module, slot, None)
+        if type(workspace).__module__.startswith("nvsnap_hooks."):
+            continue  # what stands in its place while it is released
         if workspace is not None and not any(workspace is other for other in found.values()):
             found[name] = workspace
     return found
@@ -295,7 +310,8 @@ def _flashinfer_workspaces() -> dict[str, Any]:
 def _memories(workspace: Any) -> list[Any]:
     if getattr(workspace, "_destroyed", False):
         return []
-    single = getattr(getattr(workspace, "handle", None), "mcast_device_memory", None)
+    handle = getattr(workspace, "handle", None)
+    single = handle if hasattr(handle, "buffer_ptrs") else getattr(handle, "mcast_device_memory", None)
     found = getattr(workspace, "mem_handles", None) or ([single] if single is not None else [])
     # One of a kind that is not known here is live as long as it is there.
     return list(found) or [workspace]
@@ -339,6 +355,12 @@ def _peers(communicator: Any) -> set[int]:
     }
 
 
+def _peers_in(memory: Any) -> set[int]:
+    """Return the addresses at which torch's symmetric memory maps that of other ranks; none for others."""
+    pointers = getattr(memory, "buffer_ptrs", ())
+    return {int(address) for rank, address in enumerate(pointers) if rank != memory.rank}
+
+
 def _on_another_device(address: int) -> bool:
     """Ask the driver whether there is memory of another device at an address; False where it cannot tell."""
     import torch
@@ -365,8 +387,10 @@ def _stale_group(workspace: Any) -> bool:
     """Return whether the group that vLLM notes for a workspace is one that torch does not know (any more)."""
     from torch.distributed import distributed_c10d as c10d
 
-    module = sys.modules[_FLASHINFER]
-    group = getattr(module, "_fi_ar_workspace_groups", {}).get(id(workspace))
+    table = getattr(sys.modules[_FLASHINFER], "_fi_ar_workspace_groups", None)
+    if table is None:
+        return False  # vLLM 0.26 notes none
+    group = table.get(id(workspace))
     return not any(group is known for known in c10d._world.pg_map)
 
 

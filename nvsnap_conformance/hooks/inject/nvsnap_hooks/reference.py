@@ -4,7 +4,7 @@
 them over a fresh rendezvous and hands them to everything that had held the old ones. Both agree with the
 other ranks by votes over a store, each bounded in time, so that no rank waits for one that failed.
 
-They know vLLM 0.27 to 0.33 and refuse every other version: they reach into ``GroupCoordinator``, its device
+They know vLLM 0.26 to 0.33 and refuse every other version: they reach into ``GroupCoordinator``, its device
 communicators, ``MessageQueue`` and the holders of CUDA graphs, which have no stable interface for this.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvsnap_hooks import graphs, inventory
+from nvsnap_hooks import graphs, held_workspace, inventory
 from nvsnap_hooks.communicators import Communicator
 from nvsnap_hooks.device import Device
 from nvsnap_hooks.errors import (
@@ -32,11 +32,12 @@ from nvsnap_hooks.errors import (
     UnsupportedEngineVersion,
     UnsupportedPlatform,
 )
+from nvsnap_hooks.held_workspace import HeldWorkspace
 from nvsnap_hooks.rendezvous import Rendezvous, next_call
 from nvsnap_hooks.resources import Absent, Context, Deferred, Group, LeftAlive, Unsupported
 from nvsnap_hooks.teardown import Teardown
 
-SUPPORTED = ">=0.27,<0.34"
+SUPPORTED = ">=0.26,<0.34"
 
 SERVING, PREPARED, FAILED = "serving", "prepared", "failed"
 
@@ -112,7 +113,7 @@ class ReferenceHooks:
         self.state.path = self._agree_to_prepare(votes, refusal, resources)
         self.bound(resources)
         for resource in resources:
-            if isinstance(resource, Communicator):
+            if isinstance(resource, Communicator | HeldWorkspace):
                 resource.votes, resource.seconds = votes, self.seconds
         free = self.device.free()
         self.device.synchronize()
@@ -268,6 +269,7 @@ class ReferenceHooks:
                 self._require_known_device()
             self._require_state(wanted)
             if wanted == SERVING:
+                self._require_graphs_may_stay()
                 self._require_drained()
         except HookRefused as refusal:
             return refusal
@@ -319,6 +321,17 @@ class ReferenceHooks:
                     f"{name}: NCCL {made.nccl_version} has no ncclCommSuspend (2.29.7 has), or vLLM does not "
                     "know it (0.30 does); teardown of nccl is destroyed or live here"
                 )
+
+    def _require_graphs_may_stay(self) -> None:
+        """Refuse to keep graphs with addresses in them that are sure to be others afterwards."""
+        if self.teardown.cuda_graphs != "kept" or self.teardown.flashinfer_workspace != "freed":
+            return
+        if moving := held_workspace.moving():
+            raise BadOption(
+                f"{', '.join(moving)}: FlashInfer has no checkpoint_prepare here (0.6.15 has), so this comes "
+                "back at other addresses, which kept graphs would miss; teardown of cuda-graphs is dropped, "
+                "or that of flashinfer-workspace live"
+            )
 
     def _require_state(self, wanted: str) -> None:
         if self.state.name == FAILED:
