@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from nvsnap_conformance.session.pool import LiveEngine
 
 SECONDS = 180.0
-SPANNING_TOKENS = 96
-SPANNING_REQUESTS = 8
+SPANNING_TOKENS = 192
+"""Many, so that few connections are opened meanwhile: one that is only half open at the freeze makes CRIU
+refuse, and the dump is tried again. An engine of the default target takes 256 in all."""
+SPANNING_REQUESTS = 4
 """Requests that are kept under way; an engine of the default target runs four at a time."""
 
 
