@@ -21,6 +21,7 @@ from nvsnap_conformance.engines.protocol import (
 )
 from nvsnap_conformance.engines.vllm import LOADER, VllmEngine, VllmHandle
 from nvsnap_conformance.fixtures.engines import CORES_SECONDS
+from nvsnap_conformance.hooks.standins import STAND_INS
 from nvsnap_conformance.models import ensure_model
 
 if TYPE_CHECKING:
@@ -65,6 +66,31 @@ class Failing(ReferenceHooks):
     def perturb(self):
         from nvsnap_hooks.mutants import perturb_packed_weight
         return perturb_packed_weight(self.worker)
+
+
+class Occupied:
+    """An engine that holds a workspace of its own, as on GPUs, and notes a group for it."""
+
+    def __init__(self, worker, options):
+        from vllm.distributed import parallel_state
+        from vllm.distributed.device_communicators import flashinfer_all_reduce as module
+
+        self.module, self.group = module, parallel_state.get_tp_group().cpu_group
+        self.own = object()
+
+    def occupy(self):
+        self.module._fi_ar_workspace = self.own
+        self.module._fi_ar_workspace_groups[id(self.own)] = self.group
+
+    def leave(self):
+        told = {
+            "slot": self.module._fi_ar_workspace is self.own,
+            "other": self.module._fi_ar_quant_workspace,
+            "groups": [value is self.group for value in self.module._fi_ar_workspace_groups.values()],
+        }
+        self.module._fi_ar_workspace = None
+        self.module._fi_ar_workspace_groups.clear()
+        return told
 '''
 
 
@@ -330,6 +356,19 @@ def test_nonce_lives_in_the_process(engine: VllmHandle) -> None:
         "n"
     ] * engine.config.tensor_parallel
     assert {found["nonce"] for found in ask(engine, "recall", PROVENANCE)} == {"n"}
+
+
+def test_stand_ins_give_the_engine_s_own_workspace_its_place_back(engine: VllmHandle, vendor: Path) -> None:
+    if engine.config.tensor_parallel == 1:
+        pytest.skip("a rank alone has no communicator that would use a workspace")
+    occupied = HooksSpec("vendor_hooks:Occupied", vendor)
+    ask(engine, "occupy", occupied)
+    ask(engine, "plant", STAND_INS)
+    reports = ask(engine, "report", STAND_INS)
+    assert all(workspace["current"] for told in reports for workspace in told["workspaces"].values())
+    ask(engine, "remove", STAND_INS)
+    for told in ask(engine, "leave", occupied):
+        assert told == {"slot": True, "other": None, "groups": [True]}
 
 
 def test_checksum_covers_every_weight_and_sees_one_packed_one(
