@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import stat
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -157,10 +158,20 @@ def test_damaged_round_is_left_out_and_named(tmp_path: Path) -> None:
         ("[]", "no hang bundle"),
         ('{"format": "other"}', "no hang bundle"),
         ('{"format": "nvsnap-hang-bundle", "version": 99}', "version 99"),
+        ('{"format": "nvsnap-hang-bundle", "version": true}', "version True"),
         ('{"format": "nvsnap-hang-bundle", "version": 1, "bundle": {}}', "damaged"),
         ('{"format": "nvsnap-hang-bundle", "version": 1, "bundle": 7}', "damaged"),
     ],
-    ids=["missing", "empty", "list", "other format", "other version", "no fields", "no mapping"],
+    ids=[
+        "missing",
+        "empty",
+        "list",
+        "other format",
+        "other version",
+        "version true",
+        "no fields",
+        "no mapping",
+    ],
 )
 def test_what_is_no_bundle_is_refused_with_a_reason(tmp_path: Path, text: str | None, says: str) -> None:
     if text is not None:
@@ -181,7 +192,81 @@ def judged_or_refused(folder: Path) -> None:
 
 def test_absurd_world_size_is_no_engine(tmp_path: Path) -> None:
     bundles.write_bundle(replace(some_bundle(), world_size=10**15), tmp_path)
-    assert judge(bundles.read_bundle(tmp_path)).kind is VerdictKind.MISSING_ARRIVAL
+    assert judge(bundles.read_bundle(tmp_path)).kind is VerdictKind.UNKNOWN
+
+
+def test_told_world_size_that_these_ranks_cannot_have_is_not_taken() -> None:
+    """A variable that is inherited from elsewhere must not make a bundle that nobody can judge."""
+    size = ("WORLD_SIZE", "2")
+    with victims.python(victims.SLEEPER, env=dict([size])) as (one, _):
+        members = [replace(make.member(5), pid=one.pid)]
+        bundle = bundles.begin_bundle(members)
+    assert bundle.world_size is None
+    assert any("told to be 2" in problem for problem in bundle.problems)
+
+
+def test_copies_of_a_round_are_no_rounds(tmp_path: Path) -> None:
+    """One look and what an editor or a person left of it: no hang is made of that."""
+    bundles.write_bundle(some_bundle(), tmp_path)
+    stacks = tmp_path / "stacks"
+    for name in ("round-0 copy.json", "round-0~.json", "round-0.json~", "round-7.json", "round-٣.json"):
+        shutil.copy(stacks / "round-2.json", stacks / name)
+    again = bundles.read_bundle(tmp_path)
+    assert [taken.index for taken in again.rounds] == [0, 1, 2]
+    assert len(again.problems) == 5
+    assert "round-7.json is left out: it says that it is round 2" in judge(again).paragraph()
+    for number in (0, 1):
+        (stacks / f"round-{number}.json").unlink()
+    assert judge(bundles.read_bundle(tmp_path)).kind is VerdictKind.UNKNOWN
+
+
+def test_rounds_of_another_recording_are_left_out(tmp_path: Path) -> None:
+    other = replace(some_bundle(), taken_at="2026-01-01T00:00:09.000+00:00")
+    kept = [bundles.with_round(replace(other, rounds=()), taken).rounds[0] for taken in other.rounds]
+    bundles.write_bundle(replace(other, rounds=tuple(kept)), tmp_path / "other")
+    bundles.write_bundle(some_bundle(), tmp_path / "b")
+    shutil.copy(tmp_path / "other" / "stacks" / "round-1.json", tmp_path / "b" / "stacks")
+    again = bundles.read_bundle(tmp_path / "b")
+    assert [taken.index for taken in again.rounds] == [0, 2]
+    assert "round-1.json is left out: it is of another recording" in again.problems
+    # One that was written before rounds said whose they are: its processes are no members.
+    text = (tmp_path / "b" / "stacks" / "round-2.json").read_text()
+    (tmp_path / "b" / "stacks" / "round-2.json").write_text(text.replace('"pid":1000', '"pid":9999'))
+    assert [taken.index for taken in bundles.read_bundle(tmp_path / "b").rounds] == [0]
+
+
+def test_live_rounds_say_whose_they_are(tmp_path: Path) -> None:
+    with victims.python(victims.SLEEPER) as (one, _):
+        rank = Rank(0, one, None, "test")
+        bundle = bundles.collect_bundle(
+            one, ranks=[rank], folder=tmp_path, deadline=Deadline.after(30.0), interval=0.05
+        )
+    assert {taken.recording for taken in bundle.rounds} == {bundle.taken_at}
+    assert bundles.read_bundle(tmp_path) == bundle
+
+
+@pytest.mark.parametrize("how", ["missing", "a file", "empty"])
+def test_rounds_that_cannot_be_read_are_named(tmp_path: Path, how: str) -> None:
+    bundles.write_bundle(some_bundle(), tmp_path)
+    shutil.rmtree(tmp_path / "stacks")
+    if how == "a file":
+        (tmp_path / "stacks").write_text("")
+    elif how == "empty":
+        (tmp_path / "stacks").mkdir()
+    verdict = judge(bundles.read_bundle(tmp_path))
+    assert verdict.kind is VerdictKind.UNKNOWN
+    assert "stacks/" in verdict.paragraph()
+    assert "gone" not in verdict.tree()
+
+
+def test_verdict_of_an_older_bundle_goes_with_it(tmp_path: Path) -> None:
+    bundles.write_text(tmp_path, "verdict.txt", "somebody's own")
+    bundles.create_folder(tmp_path)
+    assert (tmp_path / "verdict.txt").exists()
+    bundles.write_bundle(some_bundle(), tmp_path)
+    bundles.write_text(tmp_path, "verdict.json", "{}")
+    bundles.create_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["stacks"]
 
 
 @given(st.data())

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from nvsnap_conformance.hang.model import Bundle, Frame, Rung, Thread
+from nvsnap_conformance.hang.model import Bundle, Frame, Round, Rung, Thread
 from nvsnap_conformance.hang.signs import SURE_ROUNDS
 from nvsnap_conformance.hang.verdict import Confidence, VerdictKind, judge
 from nvsnap_conformance.outcomes import Outcome, Signature
 from tests.planted import synthetic as make
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WAIT = make.collective("all_reduce")
 
@@ -408,6 +413,19 @@ def test_zombie_is_dead() -> None:
     assert judge(make.bundle(ranks(4, WAIT, r2=None), state={2: "Z"})).kind is VerdictKind.DEAD_RANK
 
 
+def test_rank_without_a_sample_is_not_called_dead() -> None:
+    """Partial data: a death is seen (the rung GONE), and never concluded from what is not there."""
+    bundle = make.bundle(ranks(4, WAIT))
+    rounds = tuple(
+        replace(one, samples=tuple(s for s in one.samples if s.pid != 1002)) for one in bundle.rounds
+    )
+    verdict = judge(replace(bundle, rounds=rounds))
+    assert verdict.kind is VerdictKind.UNKNOWN
+    assert verdict.missing == (2,)
+    assert "no sample of it is there" in verdict.tree()
+    assert "gone" not in verdict.tree()
+
+
 def test_rank_that_was_never_found_is_dead() -> None:
     verdict = judge(make.bundle(ranks(3, WAIT), world=4))
     assert verdict.kind is VerdictKind.DEAD_RANK
@@ -455,6 +473,59 @@ def test_unreadable_rank_leaves_it_open() -> None:
 def test_too_few_rounds_tell_nothing(rounds: int) -> None:
     bundle = make.bundle({rank: still(WAIT, rounds) for rank in range(4)})
     assert judge(bundle).kind is VerdictKind.UNKNOWN
+
+
+def at_moments(moments: Sequence[float], **changes: Any) -> Bundle:
+    """A hang of four ranks, seen at these moments (seconds)."""
+    bundle = make.bundle({rank: still(WAIT if rank else make.at("handler")) for rank in range(4)})
+    (first, *_) = bundle.rounds
+    rounds = tuple(
+        Round(index, False, tuple(replace(s, at=at + s.pid / 1e6) for s in first.samples))
+        for index, at in enumerate(moments)
+    )
+    return replace(bundle, rounds=rounds, **changes)
+
+
+def test_one_look_counted_again_is_no_second_look() -> None:
+    assert judge(at_moments([0.0, 1.0, 2.0])).is_hang
+    for moments in ([5.0, 5.0, 5.0], [0.0, 5.0, 5.0], [5.0, 4.0, 3.0]):
+        verdict = judge(at_moments(moments))
+        assert verdict.kind is VerdictKind.UNKNOWN, moments
+        assert "contradict" in verdict.summary
+    twice = at_moments([0.0, 1.0, 2.0])
+    again = replace(twice.rounds[2], index=1)
+    assert "2 rounds are number 1" in judge(replace(twice, rounds=(*twice.rounds[:2], again))).summary
+
+
+@pytest.mark.parametrize("moments", [[0.0, 1e-6, 2e-6], [0.0, 0.1, 0.2], [0.0, 1.0, float("nan")]])
+def test_looks_within_a_moment_tell_nothing(moments: list[float]) -> None:
+    assert judge(at_moments(moments)).kind is VerdictKind.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"world_size": -3}, "cannot have -3 ranks"),
+        ({"world_size": 0}, "cannot have 0 ranks"),
+        ({"world_size": 10**9}, "cannot have 1000000000 ranks"),
+        ({"world_size": 3}, "an engine of 3 ranks has no rank 3"),
+        ({"pid": 1000}, "2 processes have pid 1000"),
+        ({"rank": 0}, "2 processes are rank 0"),
+        ({"rank": -1}, "there is no rank -1"),
+        ({"rank": None}, "1 ranks have no number"),
+    ],
+)
+def test_head_that_contradicts_itself_is_not_judged(changes: dict[str, Any], says: str) -> None:
+    bundle = at_moments([0.0, 1.0, 2.0])
+    if "world_size" in changes:
+        bundle = replace(bundle, **changes)
+    else:
+        members = (*bundle.members[:3], replace(bundle.members[3], **changes))
+        bundle = replace(bundle, members=members)
+    verdict = judge(bundle)
+    assert verdict.kind is VerdictKind.UNKNOWN
+    assert says in verdict.summary
+    assert verdict.tree()
 
 
 def test_two_rounds_never_give_high_confidence() -> None:

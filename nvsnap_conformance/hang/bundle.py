@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter, ValidationError
 
 from nvsnap_conformance.errors import EnvironmentFailure, UsageError
+from nvsnap_conformance.files import read_bytes
 from nvsnap_conformance.hang import corroborate, discover, rights
+from nvsnap_conformance.hang.coherence import credible_size
 from nvsnap_conformance.hang.model import Bundle, Member, Role, Round
 from nvsnap_conformance.hang.sample import promptly, sample_round
 
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 FORMAT = "nvsnap-hang-bundle"
 VERSION = 1
 _FILE = "bundle.json"
+_ROUND_NAME = re.compile(r"round-(\d+)\.json", re.ASCII)
+_REPORTS = ("verdict.json", "verdict.txt")
 ROUND_SECONDS = 8.0
 """The most that one round may take, in seconds; a sampler that takes longer is killed."""
 
@@ -114,8 +119,8 @@ def _take_rounds(
             native=native_round and index == rounds - 1,
             with_locals=with_locals,
         )
-        write_round(taken, folder)
         bundle = with_round(bundle, taken)
+        write_round(bundle.rounds[-1], folder)
     return bundle
 
 
@@ -130,11 +135,15 @@ def begin_bundle(
     problems = list(rights.problems([m.pid for m in members if m.role is Role.RANK]))
     if not any(m.role is Role.RANK for m in members):
         problems.append("no rank was found: neither the adapter, environment, titles nor order tell one")
+    size = len(ranks) if ranks is not None else discover.world_size(members)
+    if not credible_size(size, members):
+        problems.append(f"the ranks are told to be {size}, which these cannot be: not taken")
+        size = None
     return Bundle(
         suite=_version(),
         taken_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         reason=reason,
-        world_size=len(ranks) if ranks is not None else discover.world_size(members),
+        world_size=size,
         members=tuple(members),
         rounds=(),
         problems=tuple(problems),
@@ -148,6 +157,7 @@ def with_round(bundle: Bundle, taken: Round) -> Bundle:
     polled = corroborate.poll_nvml(m.gpu for m in bundle.members if m.gpu)
     if polled:
         evidence = {**evidence, "nvml": [*evidence.get("nvml", ()), *polled]}
+    taken = replace(taken, recording=bundle.taken_at)
     return replace(bundle, rounds=(*bundle.rounds, taken), evidence=evidence)
 
 
@@ -158,7 +168,7 @@ def read_bundle(folder: Path) -> Bundle:
     """
     path = folder / _FILE
     try:
-        head = json.loads(path.read_bytes())
+        head = json.loads(read_bytes(path))
     except OSError as error:
         raise BundleError(
             f"{folder} holds no hang bundle: {path.name}: {error.strerror}",
@@ -168,7 +178,7 @@ def read_bundle(folder: Path) -> Bundle:
         raise BundleError(f"{path} is damaged: {str(error)[:200]}") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise BundleError(f"{path} is no hang bundle: its format is not {FORMAT!r}")
-    if head.get("version") != VERSION:
+    if type(head.get("version")) is not int or head["version"] != VERSION:  # True is 1
         raise BundleError(
             f"{path} has version {head.get('version')!r} of the format, this suite reads {VERSION}",
             next_step="use the version of the suite that wrote it, named under 'suite'",
@@ -177,28 +187,61 @@ def read_bundle(folder: Path) -> Bundle:
         bundle = _BUNDLE.validate_python({**_mapping(head.get("bundle")), "rounds": ()}, strict=False)
     except ValidationError as error:
         raise BundleError(f"{path} is damaged: {_first(error)}") from error
-    rounds, problems = [], list(bundle.problems)
-    for name in sorted((folder / "stacks").glob("round-*.json")):
+    rounds, problems = _read_rounds(folder / "stacks", bundle)
+    return replace(bundle, rounds=tuple(rounds), problems=(*bundle.problems, *problems))
+
+
+def _read_rounds(stacks: Path, bundle: Bundle) -> tuple[list[Round], list[str]]:
+    """Return the rounds of ``bundle`` in order, and in words what lies there and is none.
+
+    A copy that an editor or a person left is no further look, and neither is a round of another recording.
+    """
+    try:
+        names = sorted(os.listdir(stacks))  # noqa: PTH208 - Path.glob hides that a folder cannot be read
+    except OSError as error:
+        return [], [f"the rounds in {stacks.name}/ cannot be read: {error.strerror}"]
+    rounds, problems = [], []
+    pids = {member.pid for member in bundle.members}
+    for name in names:
+        number = _ROUND_NAME.fullmatch(name)
+        if number is None:
+            if name.startswith("round"):
+                problems.append(f"{name} is left out: no round is called that, so it is a copy of one")
+            continue
         try:
-            rounds.append(_ROUND.validate_json(name.read_bytes()))
+            taken = _ROUND.validate_json(read_bytes(stacks / name))
         except (OSError, ValidationError) as error:
-            what = _first(error) if isinstance(error, ValidationError) else str(error)
-            problems.append(f"{name.name} cannot be read: {what}")
-    rounds.sort(key=lambda r: r.index)
-    return replace(bundle, rounds=tuple(rounds), problems=tuple(problems))
+            what = _first(error) if isinstance(error, ValidationError) else error.strerror
+            problems.append(f"{name} cannot be read: {what}")
+            continue
+        if name != f"round-{taken.index}.json":
+            problems.append(f"{name} is left out: it says that it is round {taken.index}")
+        elif taken.recording not in ("", bundle.taken_at) or not pids.issuperset(
+            sample.pid for sample in taken.samples
+        ):
+            problems.append(f"{name} is left out: it is of another recording")
+        else:
+            rounds.append(taken)
+    if not names:
+        problems.append(f"{stacks.name}/ holds no round")
+    return sorted(rounds, key=lambda r: r.index), problems
 
 
 def is_bundle(folder: Path) -> bool:
     """Whether ``folder`` looks like a bundle, by its content."""
     try:
-        with (folder / _FILE).open("rb") as file:
-            return FORMAT.encode() in file.read(200)
+        return FORMAT.encode() in read_bytes(folder / _FILE)[:200]
     except OSError:
         return False
 
 
 def write_bundle(bundle: Bundle, folder: Path) -> None:
-    """Write a whole bundle (a synthetic or a changed one) to ``folder``."""
+    """Write a whole bundle (a synthetic or a changed one) to ``folder``.
+
+    Raises :class:`ValueError` for two rounds of one index: one would replace the other.
+    """
+    if len({taken.index for taken in bundle.rounds}) < len(bundle.rounds):
+        raise ValueError("two rounds of the bundle have one index")
     folder = create_folder(folder)
     for taken in bundle.rounds:
         write_round(taken, folder)
@@ -223,12 +266,12 @@ def write_head(bundle: Bundle, folder: Path) -> None:
 def write_text(folder: Path, name: str, text: str) -> Path:
     """Write a report beside a bundle, 0600, and return its path."""
     path = folder / name
-    _write(path, text.encode())
+    _write(path, text.encode(errors="backslashreplace"))
     return path
 
 
 def create_folder(folder: Path) -> Path:
-    """Make the folder of a bundle, 0700, and drop an older bundle that lies in it.
+    """Make the folder of a bundle, 0700, and drop an older bundle that lies in it, with its verdict.
 
     Nothing else in an existing folder is touched, its mode neither. Raises :class:`EnvironmentFailure`
     where it cannot be written.
@@ -238,8 +281,12 @@ def create_folder(folder: Path) -> Path:
         if not folder.exists():
             folder.mkdir(parents=True, mode=0o700)
         stacks.mkdir(exist_ok=True, mode=0o700)
-        for old in (folder / _FILE, *stacks.glob("round-*.json")):
-            old.unlink(missing_ok=True)
+        old = [path for path in stacks.iterdir() if _ROUND_NAME.fullmatch(path.name)]
+        if (folder / _FILE).exists():
+            # Last of all, so that a drop that was cut short is taken up again.
+            old += [*(folder / name for name in _REPORTS), folder / _FILE]
+        for path in old:
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentFailure(
             f"cannot write the hang bundle to {folder}: {error.strerror}",

@@ -62,11 +62,12 @@ def follow(
                 native=bool(unclear),
                 native_pids=unclear,
             )
-            bundles.write_round(taken, folder)
-            window = [*window, taken][
+            current = bundles.with_round(current, taken)
+            bundles.write_round(current.rounds[-1], folder)
+            window = [*window, current.rounds[-1]][
                 -(WINDOW if verdict.confidence is not Confidence.LOW else SURE_ROUNDS) :
             ]
-            current = replace(bundles.with_round(current, taken), rounds=tuple(window))
+            current = replace(current, rounds=tuple(window))
             verdict = judge(current, registry)
             found = verdict.is_hang or verdict.kind is VerdictKind.DEAD_RANK
             # A rank that still moves may be on its way to where the others are.

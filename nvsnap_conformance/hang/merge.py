@@ -128,12 +128,16 @@ def view(member: Member, samples: Sequence[Sample], analyser: Analyser) -> View:
     readings = [(s.at, s.reading) for s in samples if s.reading is not None and s.rung is not Rung.GONE]
     activity = _activity(readings)
     problems = tuple(dict.fromkeys(p for s in samples for p in s.problems))
+    if not samples:
+        # Nobody saw it die: that is what a sample on the rung GONE says.
+        problems = ("no sample of it is there",)
     last = readings[-1][1] if readings else None
-    state = _state_words(last)
+    gone = any(s.rung is Rung.GONE for s in samples)
+    state = _state_words(last, gone=gone)
     kernel = _kernel(last)
     seen = [(position, s.torn) for s in samples if (position := analyser.sample(s)) is not None]
     position, rounds, torn = _settled([p for p, _ in seen], [t for _, t in seen])
-    if not samples or any(s.rung is Rung.GONE for s in samples) or (last and last.state in "ZX"):
+    if gone or (last and last.state in "ZX"):
         condition = Condition.GONE
     elif readings and all(r.state in "Tt" or r.tracer for _, r in readings):
         condition = Condition.STOPPED
@@ -251,9 +255,9 @@ _STATES = {
 }
 
 
-def _state_words(reading: Reading | None) -> str:
+def _state_words(reading: Reading | None, *, gone: bool) -> str:
     if reading is None:
-        return "gone"
+        return "gone" if gone else "not known"
     if reading.tracer:
         return f"{_STATES.get(reading.state, reading.state)}, traced by pid {reading.tracer}"
     return _STATES.get(reading.state, reading.state)

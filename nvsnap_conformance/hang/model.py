@@ -106,11 +106,15 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """All processes at (about) one moment."""
+    """All processes at (about) one moment.
+
+    ``recording`` is the ``taken_at`` of the bundle that it belongs to; empty where it was not kept.
+    """
 
     index: int
     native: bool
     samples: tuple[Sample, ...]
+    recording: str = ""
 
 
 @dataclass(frozen=True, slots=True)

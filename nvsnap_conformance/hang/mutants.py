@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvsnap_conformance.deadline import Deadline
-    from nvsnap_conformance.hang.model import Bundle
+    from nvsnap_conformance.hang.model import Bundle, Round
     from nvsnap_conformance.processes import ProcessId
 
 
@@ -48,8 +48,13 @@ def judge_by_cpu_time(bundle: Bundle) -> Verdict:
 
 def judge_by_one_sample(bundle: Bundle) -> Verdict:
     """Judge by the last round as if it had been seen in every one: where nothing moves, all is stuck."""
-    last = bundle.rounds[-1]
-    return judge(replace(bundle, rounds=tuple(replace(last, index=number) for number in range(5))))
+    return judge(replace(bundle, rounds=tuple(_seen_again(bundle.rounds[-1], n) for n in range(5))))
+
+
+def _seen_again(taken: Round, number: int) -> Round:
+    """Return ``taken`` as if it had been seen again ``number`` seconds later."""
+    samples = tuple(replace(sample, at=sample.at + number) for sample in taken.samples)
+    return replace(taken, index=number, samples=samples)
 
 
 def judge_without_the_dead(bundle: Bundle) -> Verdict:

@@ -14,6 +14,10 @@ WAKING = 0.02
 """CPU seconds per second below which a thread does nothing: what a wait with a poll in it may take, and far
 less than what a working rank gets on a crowded machine."""
 
+LEAST_SECONDS = 0.5
+"""Seconds between the first and the last look below which standing still says nothing: a step of an engine on
+a crowded machine stands at one line for as long."""
+
 LIVELY_SWITCHES = 20.0
 """Voluntary context switches per second of a main thread above which, if it takes CPU too, it goes from one
 collective to the next. Measured at eight ranks on two crowded cores: 60 and more in a loop of collectives,

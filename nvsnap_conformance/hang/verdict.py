@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nvsnap_conformance.hang import corroborate, signs, wording
 from nvsnap_conformance.hang.answer import Confidence, Verdict, VerdictKind
+from nvsnap_conformance.hang.coherence import contradictions, looked_for
 from nvsnap_conformance.hang.collectives import FrameRegistry, Kind, load
 from nvsnap_conformance.hang.merge import Condition, View, classes, split
 from nvsnap_conformance.hang.observation import Observation
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from nvsnap_conformance.hang.model import Bundle
 
 __all__ = ["Confidence", "Verdict", "VerdictKind", "judge"]
-
-MOST_RANKS = 1 << 20
-"""A world size above this is damage, not an engine."""
 
 
 def judge(bundle: Bundle, registry: FrameRegistry | None = None) -> Verdict:
@@ -34,13 +32,27 @@ class _Judge(Observation):
         """Try the questions in order of how certain an answer is."""
         if not self.ranks:
             return self.make(VerdictKind.UNKNOWN, Confidence.LOW, "No rank was found to be sampled.")
+        if wrong := contradictions(self.bundle):
+            return self.make(
+                VerdictKind.UNKNOWN, Confidence.LOW, f"the data contradict themselves: {'; '.join(wrong)}."
+            )
         if self.rounds < 2:
             return self.make(
                 VerdictKind.UNKNOWN,
                 Confidence.LOW,
                 f"{self.rounds} round(s) of samples never tell a hang from work.",
             )
-        for question in (self._dead, self._diverged, self._missing, self._together, self._control):
+        dead = self._dead()
+        if dead is not None:
+            return dead
+        seconds = looked_for(self.bundle.rounds)
+        if seconds < signs.LEAST_SECONDS:
+            return self.make(
+                VerdictKind.UNKNOWN,
+                Confidence.LOW,
+                f"looks over {seconds:.2f} s tell no hang from work, that takes {signs.LEAST_SECONDS} s.",
+            )
+        for question in (self._diverged, self._missing, self._together, self._control):
             answer = question()
             if answer is not None:
                 return answer
@@ -52,7 +64,7 @@ class _Judge(Observation):
         gone = [v for v in self.ranks if v.condition is Condition.GONE]
         present = {v.member.rank for v in self.ranks}
         size = self.bundle.world_size or 0
-        absent = set(range(size)) - present if size <= MOST_RANKS else set()
+        absent = set(range(size)) - present
         ranks = tuple(sorted({v.member.rank for v in gone if v.member.rank is not None} | absent))
         if not ranks:
             return None
