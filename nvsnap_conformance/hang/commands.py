@@ -16,10 +16,13 @@ from nvsnap_conformance.errors import EnvironmentFailure, UsageError
 from nvsnap_conformance.outcomes import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvsnap_conformance.hang.collectives import FrameRegistry
-    from nvsnap_conformance.hang.model import Bundle, Member
+    from nvsnap_conformance.hang.model import Member
     from nvsnap_conformance.hang.progress import Metrics
     from nvsnap_conformance.hang.verdict import Verdict
+    from nvsnap_conformance.processes import ProcessId
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _FILE = click.Path(dir_okay=False, exists=True, path_type=Path)
@@ -40,8 +43,12 @@ _FOREVER = 10 * 365 * _DAY
 )
 @click.option("--poll", default=0.5, show_default=True, help="Seconds between two polls.")
 @click.option("--metrics", default="auto", show_default=True, help="URL of the metrics page, auto, or none.")
-@click.option("--timeout", default=0.0, help="Watch for this many seconds [default: until it ends].")
-@click.option("--locals", "with_locals", is_flag=True, help="Read local variables too (with --once).")
+@click.option(
+    "--timeout",
+    default=0.0,
+    help="Watch for this many seconds [default: until it ends]; a look that has begun may take 10 s more.",
+)
+@click.option("--locals", "with_locals", is_flag=True, help="Read local variables too.")
 @click.option("--registry", type=_FILE, help="More frames, in the format of collectives.toml.")
 @click.option("--flight-recorder", type=_FOLDER, help="Folder with torch flight recorder dumps.")
 @click.option(
@@ -66,10 +73,12 @@ def watch(
 ) -> None:
     """Watch the ranks of an engine and say who is stuck, where, and whose collective is missing.
 
-    Exit code: 0 nothing is stuck, 1 a hang or a dead rank, 6 it cannot be told, 7 the right to read stacks
-    is missing.
+    With --tree the engine has ended once its root has: one that stays without its ranks is half dead.
+
+    Exit code: 0 nothing is stuck, or the engine ended, 1 a hang or a dead rank, 6 it cannot be told, 7 the
+    right to read stacks is missing.
     """
-    from nvsnap_conformance.hang import rights  # noqa: PLC0415 - the command line stays light
+    from nvsnap_conformance.hang import discover, rights  # noqa: PLC0415 - the command line stays light
 
     if bool(pids) == bool(root):
         raise UsageError("give either --pid (once per rank) or --tree", next_step="watch --tree PID")
@@ -82,10 +91,12 @@ def watch(
     evidence = _evidence(flight_recorder, nccl_ras)
     folder = out or Path(time.strftime("nvs-hang-%Y%m%d-%H%M%S"))
     deadline = Deadline.after(timeout or _FOREVER)
-    members = _members(pids, root, Deadline.after(0.0) if once else deadline)
+    identities = _identities(pids or (root or 0,))
+    engine = identities[0] if root is not None else None
+    members = _members(pids, engine, Deadline.after(0.0) if once else deadline)
     rights.require(m.pid for m in members)
     if once:
-        _, verdict = _look(members, folder, with_locals=with_locals, evidence=evidence, frames=frames)
+        verdict = _look(members, folder, with_locals=with_locals, evidence=evidence, frames=frames)
         _report(verdict, folder, form)
         raise SystemExit(_code(verdict))
     from nvsnap_conformance.hang.watch import Watch  # noqa: PLC0415 - as above
@@ -94,8 +105,15 @@ def watch(
         source = _metrics(metrics, members)
         if source is not None:
             stack.callback(source.close)
+        answers = source is not None and source.poll() is not None
         if form == "text":
-            click.echo(f"watching {len(members)} processes by {source.name if source else 'the kernel'}")
+            by = source.name if source and answers else "the kernel's counters"
+            click.echo(f"watching {len(members)} process{'es' * (len(members) > 1)} by {by}")
+        if source is not None and not answers:
+            click.echo(
+                f"{source.name} does not answer with a known counter: the kernel's are used until it does",
+                err=True,
+            )
         observer = Watch(
             members,
             folder,
@@ -103,13 +121,18 @@ def watch(
             stall=stall,
             poll=poll,
             registry=frames,
-            refresh=None if root is None else lambda: _members((), root, Deadline.after(0.0)),
+            refresh=None if engine is None else lambda: discover.discover(engine),
+            root=engine,
+            evidence=lambda: _evidence_now(flight_recorder, nccl_ras, evidence),
+            with_locals=with_locals,
             say=lambda text: click.echo(text, err=True),
         )
         stopped = observer.run(deadline)
     if stopped.verdict is None:
         click.echo(json.dumps({"reason": stopped.reason}) if form == "json" else stopped.reason)
-        return
+        raise SystemExit(ExitCode.CONFORMANT if stopped.told else ExitCode.INCOMPLETE)
+    if not stopped.told:
+        click.echo(stopped.reason, err=True)
     _report(stopped.verdict, folder, form)
     raise SystemExit(_code(stopped.verdict))
 
@@ -186,26 +209,38 @@ def _no_such_process(*pids: int) -> UsageError:
     )
 
 
-def _members(pids: tuple[int, ...], root: int | None, deadline: Deadline) -> list[Member]:
+def _identities(pids: Sequence[int]) -> list[ProcessId]:
+    """Return who has these pids now; raises :class:`UsageError` for one that is nobody's or a thread's."""
+    from nvsnap_conformance.hang import procfs  # noqa: PLC0415
+    from nvsnap_conformance.processes import ProcessId  # noqa: PLC0415
+
+    found = {pid: ProcessId.of(pid) for pid in pids}
+    missing = [pid for pid, identity in found.items() if identity is None]
+    if missing:
+        raise _no_such_process(*missing)
+    for pid in pids:
+        leader = procfs.leader(pid)
+        if leader != pid:
+            raise UsageError(
+                f"{pid} is a thread of process {leader}, and no process of its own",
+                next_step=f"give the process: {leader}",
+            )
+    return [identity for identity in found.values() if identity is not None]
+
+
+def _members(pids: tuple[int, ...], root: ProcessId | None, deadline: Deadline) -> list[Member]:
     """Return the members, waiting until ``deadline`` for an engine that has no ranks yet."""
     from nvsnap_conformance.deadline import wait_for  # noqa: PLC0415
     from nvsnap_conformance.errors import DeadlineExceeded  # noqa: PLC0415
     from nvsnap_conformance.hang import discover  # noqa: PLC0415
     from nvsnap_conformance.hang.model import Role  # noqa: PLC0415
-    from nvsnap_conformance.processes import ProcessId  # noqa: PLC0415
 
     if root is None:
-        missing = [pid for pid in pids if ProcessId.of(pid) is None]
-        if missing:
-            raise _no_such_process(*missing)
         return discover.listed(pids)
-    identity = ProcessId.of(root)
-    if identity is None:
-        raise _no_such_process(root)
 
     def found() -> list[Member] | None:
-        members = discover.discover(identity)
-        if not identity.alive or any(m.role is Role.RANK for m in members):
+        members = discover.discover(root)
+        if not root.alive or any(m.role is Role.RANK for m in members):
             return members
         return None
 
@@ -215,7 +250,7 @@ def _members(pids: tuple[int, ...], root: int | None, deadline: Deadline) -> lis
         members = []
     if not any(m.role is Role.RANK for m in members):
         raise EnvironmentFailure(
-            f"no rank was found below pid {root}",
+            f"no rank was found below pid {root.pid}",
             cause="no RANK in an environment, no title that tells one, and no two processes alike",
             next_step="name the ranks in order: watch --pid PID --pid PID ...",
         )
@@ -237,6 +272,19 @@ def _evidence(flight_recorder: Path | None, nccl_ras: tuple[Path, ...]) -> dict[
     if nccl_ras:
         evidence["nccl_ras"] = [corroborate.read_ras(path) for path in nccl_ras]
     return evidence
+
+
+def _evidence_now(
+    flight_recorder: Path | None, nccl_ras: tuple[Path, ...], before: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the evidence as it is by now: dumps are written when an engine is stuck, so after the start.
+
+    One that cannot be read at this moment is written at this moment: then ``before`` stands.
+    """
+    try:
+        return _evidence(flight_recorder, nccl_ras)
+    except UsageError:
+        return before
 
 
 def _metrics(choice: str, members: list[Member]) -> Metrics | None:
@@ -273,27 +321,19 @@ def _look(
     with_locals: bool,
     evidence: dict[str, Any],
     frames: FrameRegistry,
-) -> tuple[Bundle, Verdict]:
-    from nvsnap_conformance.hang.bundle import collect_bundle  # noqa: PLC0415
+) -> Verdict:
     from nvsnap_conformance.hang.follow import follow  # noqa: PLC0415
-    from nvsnap_conformance.hang.verdict import judge  # noqa: PLC0415
 
-    deadline = Deadline.after(60.0)
-    if with_locals:
-        bundle = collect_bundle(
-            None,
-            ranks=None,
-            members=members,
-            folder=folder,
-            deadline=deadline,
-            with_locals=True,
-            evidence=evidence,
-            reason="asked for",
-        )
-        return bundle, judge(bundle, frames)
-    return follow(
-        members, folder=folder, deadline=deadline, reason="asked for", evidence=evidence, registry=frames
+    _, verdict = follow(
+        members,
+        folder=folder,
+        deadline=Deadline.after(60.0),
+        reason="asked for",
+        evidence=evidence,
+        registry=frames,
+        with_locals=with_locals,
     )
+    return verdict
 
 
 def _report(verdict: Verdict, folder: Path, form: str) -> None:

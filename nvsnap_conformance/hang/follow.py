@@ -36,6 +36,7 @@ def follow(
     evidence: Mapping[str, Any] | None = None,
     resumed: Callable[[], bool] | None = None,
     registry: FrameRegistry | None = None,
+    with_locals: bool = False,
 ) -> tuple[Bundle, Verdict]:
     """Sample until the last rounds show a hang or a death, and write those rounds as a bundle.
 
@@ -61,6 +62,7 @@ def follow(
                 deadline=deadline.sooner(bundles.ROUND_SECONDS),
                 native=bool(unclear),
                 native_pids=unclear,
+                with_locals=with_locals,
             )
             current = bundles.with_round(current, taken)
             bundles.write_round(current.rounds[-1], folder)

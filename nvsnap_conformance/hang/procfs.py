@@ -39,6 +39,14 @@ def namespace_pid(pid: int) -> int:
     return pid
 
 
+def leader(pid: int) -> int:
+    """Return the process that ``pid`` is a thread of: ``pid`` itself for a process, or where none is told."""
+    for line in read_text(pid, "status").splitlines():
+        if line.startswith("Tgid:"):
+            return int(line.split()[1])
+    return pid
+
+
 def namespaces(pid: int) -> tuple[str, ...]:
     """Return the identities of the pid, mount and user namespace of ``pid`` (empty texts: not readable)."""
     found = []

@@ -78,13 +78,21 @@ def parse_metrics(text: bytes, at: float) -> Poll | None:
 
 
 class Metrics:
-    """The engine's metrics page, read from inside the network namespace of ``pid``."""
+    """The engine's metrics page, read from inside the network namespace of ``pid``.
+
+    Raises :class:`EnvironmentFailure` where that namespace cannot be entered.
+    """
 
     def __init__(self, url: str, pid: int | None = None, *, seconds: float = 2.0) -> None:
         self.name = url
         self._url = url
         # One thread of its own: it alone changes its network namespace.
-        self._pool = ThreadPoolExecutor(1, initializer=_enter_network, initargs=(pid,))
+        self._pool = ThreadPoolExecutor(1)
+        try:
+            self._pool.submit(_enter_network, pid).result()
+        except EnvironmentFailure:
+            self._pool.shutdown()
+            raise
         self._client = httpx.Client(timeout=seconds)
 
     def poll(self) -> Poll | None:
@@ -100,7 +108,7 @@ class Metrics:
     def _fetch(self) -> Poll | None:
         try:
             answer = self._client.get(self._url)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, httpx.InvalidURL):
             return None
         return parse_metrics(answer.content, time.monotonic()) if answer.status_code == 200 else None
 
