@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import io
+import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from nvsnap_conformance import __version__
-from nvsnap_conformance.errors import NvsnapError
+from nvsnap_conformance.errors import EnvironmentFailure, NvsnapError
 from nvsnap_conformance.outcomes import ExitCode
 from nvsnap_conformance.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "compare": (
@@ -32,6 +36,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("nvsnap_conformance.commands.run:run", "Run the conformance cases against a target."),
 }
 """Every command: ``module:attribute``, and its line in the help."""
+
+
+_OUTPUT = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE})
+"""What a write to standard output can fail with."""
 
 
 class LazyGroup(click.Group):
@@ -66,19 +74,68 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in sorted(self._lazy.items())])
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of the suite ends with its message and its exit code.
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read the command line, which prints the help where that is asked for."""
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                # What is shown may hold any text: no character ends a command.
+                stream.reconfigure(errors="backslashreplace")
+        with _ended_by_errors():
+            return super().make_context(*args, **kwargs)
 
-        One that is interrupted is incomplete: click's own status for that says "not conformant" here.
-        """
-        try:
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of the suite ends with its message and its exit code."""
+        with _ended_by_errors():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(int(ExitCode.INCOMPLETE))
-        except NvsnapError as error:
-            show_error(error)
-            sys.exit(int(error.exit_code))
+
+
+@contextlib.contextmanager
+def _ended_by_errors() -> Iterator[None]:
+    """End the program with a code of its own for whatever is no verdict: Python's 1 says "not conformant".
+
+    One that is interrupted is incomplete. An error that nobody expected keeps its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(int(ExitCode.INCOMPLETE))
+    except NvsnapError as error:
+        show_error(error)
+        sys.exit(int(error.exit_code))
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:  # noqa: BLE001 - the last place that can keep it from looking like a verdict
+        if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT:
+            _end_without_output(error)
+        import traceback  # noqa: PLC0415 - only when there is something to print
+
+        traceback.print_exc()
+        show_error(
+            EnvironmentFailure(
+                f"the suite itself failed: {type(error).__name__}",
+                next_step="report it with the lines above; it says nothing about the target",
+            )
+        )
+        sys.exit(int(ExitCode.ENVIRONMENT))
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    """End where standard output takes nothing more; quietly where its reader went away, as ``head`` does."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        # What is still buffered must not fail again at the interpreter's end, with a code of its own.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    if error.errno != errno.EPIPE:
+        show_error(
+            EnvironmentFailure(
+                f"cannot write the output: {error.strerror}",
+                cause="the disk that standard output goes to is full, or broken",
+                next_step="make room, or send it elsewhere",
+            )
+        )
+    sys.exit(int(ExitCode.ENVIRONMENT))
 
 
 def show_error(error: NvsnapError) -> None:

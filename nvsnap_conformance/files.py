@@ -30,14 +30,20 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """
     # A pipe is opened at once with O_NONBLOCK, and a terminal does not become the controlling one.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            kind = next((name for test, name in _KINDS if test(mode)), "something else")
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
             raise OSError(errno.EINVAL, f"it is no regular file but {kind}", str(path))
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        size = status.st_size
+        if size <= most:
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                data = file.read(most + 1)  # it may grow, and one of /proc has no size
+            size = len(data)
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    finally:
+        os.close(descriptor)
     return data
 
 

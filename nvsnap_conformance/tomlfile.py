@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from nvsnap_conformance.files import read_text
 from nvsnap_conformance.suggest import did_you_mean
 
 if typing.TYPE_CHECKING:
@@ -47,7 +48,7 @@ class StrictModel(BaseModel):
 def read_toml(path: Path, *, error: type[NvsnapError], what: str) -> dict[str, Any]:
     """Parse the TOML file ``path``; raise ``error`` where it is missing, unreadable or no TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_text(path))
     except FileNotFoundError:
         raise error(
             f"{what} {path} does not exist", next_step="check the path, or name a shipped one"
@@ -55,7 +56,7 @@ def read_toml(path: Path, *, error: type[NvsnapError], what: str) -> dict[str, A
     except (OSError, UnicodeDecodeError) as problem:
         raise error(
             f"{what} {path} cannot be read: {problem}",
-            next_step="name a file in UTF-8 that you have the right to read",
+            next_step="name a regular file in UTF-8 that you have the right to read",
         ) from problem
     except (ValueError, RecursionError) as problem:  # no TOML, or a number or a nesting beyond all bounds
         raise error(

@@ -161,6 +161,59 @@ def test_an_interrupted_command_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -
     assert call("run").exit_code == ExitCode.INCOMPLETE
 
 
+@pytest.mark.parametrize("words", [["--help"], ["list"], ["list", "--help"], ["--version"]])
+def test_output_that_cannot_be_written_is_an_environment_failure(words: list[str]) -> None:
+    """Python's own code for that is the one that says "not conformant"."""
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(
+            [sys.executable, "-m", "nvsnap_conformance.cli", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert answer.returncode == ExitCode.ENVIRONMENT, answer.stderr
+    assert answer.stderr.startswith("error: cannot write the output: No space left on device\n")
+    assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["list"]])
+def test_reader_that_went_away_is_no_verdict(words: list[str]) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "nvsnap_conformance.cli", *words],
+            stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(theirs)
+    assert (answer.returncode, answer.stderr) == (ExitCode.ENVIRONMENT, "")
+
+
+def test_error_that_nobody_expected_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise TypeError("a slip of ours")
+
+    monkeypatch.setattr("nvsnap_conformance.clauses.registry.load_registry", broken)
+    result = call("list")
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert "a slip of ours" in result.output
+    assert "the suite itself failed: TypeError" in result.output
+
+
+def test_text_that_a_terminal_cannot_show_ends_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvsnap_conformance.commands.listing._clauses", lambda *_: "a\ud800b")
+    result = call("list")
+    assert result.exit_code == ExitCode.CONFORMANT, result.output
+    assert result.output == "a\\ud800b\n"
+
+
+def test_target_that_is_a_pipe_is_refused_by_name(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.toml")
+    result = call("run", "--target", str(tmp_path / "mine.toml"), "--out", str(tmp_path / "out"))
+    assert result.exit_code == ExitCode.USAGE, result.output
+    assert "mine.toml cannot be read" in result.output
+    assert "a named pipe" in result.output
+
+
 def test_run_refuses_an_expired_expectation(tmp_path: Path) -> None:
     target = tmp_path / "mine.toml"
     target.write_text(

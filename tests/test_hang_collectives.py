@@ -163,7 +163,13 @@ def test_users_entries_come_first_and_replace_shipped_ones(tmp_path: Path) -> No
         ("version = 1\n[[frame]]\nid='a.b'\nfamily='x'\nkind='idle'\nfunctions=['*']\n", "every frame"),
         (f"{ENTRY}speed=3\n", "speed"),
         (ENTRY + ENTRY.removeprefix("version = 1\n"), "twice"),
-        ("version = ", "cannot read"),
+        ("version = ", "no valid TOML"),
+        ("", "version is missing"),
+        ("version = true\n", "version is True"),
+        ("version = 1.0\n", "version is 1.0"),
+        ("version = 1\nframe = 5\n", "frame is no list"),
+        ("version = 1\nframe = {id = 'a.b'}\n", "frame is no list"),
+        ("version = 1\nframe = [5]\n", "frame 1"),
     ],
 )
 def test_malformed_file_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
@@ -172,6 +178,13 @@ def test_malformed_file_is_refused_by_name(tmp_path: Path, text: str, says: str)
         load(path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
+
+
+def test_file_that_is_not_utf8_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "frames.toml"
+    path.write_bytes(b"version = 1\n# \xff\xfe\n")
+    with pytest.raises(UsageError, match=r"frames\.toml cannot be read: .*utf-8"):
+        load(path)
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

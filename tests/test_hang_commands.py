@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+import pwd
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from nvsnap_conformance import cli
 from nvsnap_conformance.outcomes import ExitCode
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OWN = str(os.getpid())
 
@@ -158,3 +160,81 @@ def test_damage_is_a_typed_error(tmp_path: Path, name: str, content: bytes) -> N
         assert result.exit_code == ExitCode.USAGE, result.output
         assert isinstance(result.exception, SystemExit)
         assert "error: " in result.output
+
+
+def test_events_beside_the_record_of_their_run_are_that_run(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"at": "1", "kind": "session"}\n')
+    (tmp_path / "results.json").write_text(json.dumps(record("complete", 0)))
+    result = call("inspect", str(tmp_path / "events.jsonl"))
+    assert result.exit_code == ExitCode.CONFORMANT, result.output
+    assert "run record, complete" in result.output
+
+
+@pytest.mark.parametrize("value", [5, True, 1.5, "mine", {"a": 1}, [5, None, {}], "\ud800", ["\ud800"]])
+@pytest.mark.parametrize("key", ["targets", "nodeid", "arm", "outcome", "clauses", "message"])
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_strange_values_in_events_end_in_text(tmp_path: Path, key: str, value: object, form: str) -> None:
+    events = [{"at": "1", "kind": kind, key: value} for kind in ("session", "case-start", "case")]
+    (tmp_path / "events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    result = call("inspect", str(tmp_path), "--format", form)
+    assert result.exit_code == ExitCode.INCOMPLETE, result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("name", ["bundle.json", "results.json", "events.jsonl", "other"])
+def test_pipes_and_devices_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Nobody writes to the pipe: to read it would last forever."""
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for path, says in (
+        (tmp_path / name, "a named pipe"),
+        (tmp_path, "no"),
+        (tmp_path / "zero", "a character"),
+    ):
+        result = call("inspect", str(path))
+        assert result.exit_code == ExitCode.USAGE, result.output
+        assert says in result.output
+        assert str(tmp_path) in result.output
+
+
+def test_every_file_that_is_given_must_be_a_regular_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for option in ("--registry", "--nccl-ras"):
+        for words in (["inspect", str(tmp_path)], ["watch", "--pid", OWN, "--once"]):
+            (tmp_path / "bundle.json").write_text("{}")
+            result = call(*words, option, str(pipe))
+            assert result.exit_code == ExitCode.USAGE, result.output
+            assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who has no rights")
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_another_may_not_read_is_a_usage_error(what: str) -> None:
+    nobody = pwd.getpwnam("nobody")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        folder.mkdir()
+        (folder / "bundle.json").write_text("{}")
+        Path(name).chmod(0o755)
+        locked = folder if what == "folder" else folder / "bundle.json"
+        locked.chmod(0)
+        code = f"""
+import os
+from nvsnap_conformance.report import inspected
+from nvsnap_conformance.hang import bundle, corroborate
+from nvsnap_conformance.errors import UsageError
+from pathlib import Path
+os.setgid({nobody.pw_gid}); os.setuid({nobody.pw_uid})
+folder = Path({str(folder)!r})
+for read in (inspected.find, bundle.read_bundle, corroborate.read_flight_recorder):
+    try:
+        read(folder)
+    except UsageError:
+        print("refused")
+    else:
+        print("read")
+"""
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    refused = 3 if what == "folder" else 2  # the folder's names can be read: it is a bundle's
+    assert answer.stdout.split().count("refused") == refused, answer.stderr

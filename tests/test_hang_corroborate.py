@@ -76,10 +76,78 @@ def test_dump_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "evil-was-here").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\x80\x04nonsense", b"hello"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\x80\x04nonsense",
+        b"hello",
+        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f",  # bytes of 2**63 - 1 length
+        b"\x80\x04\x96" + b"\xff" * 7 + b"\x7f",  # a bytearray of that length
+        b"Nr\xff\xff\xff\xff.",  # the 2**32nd value put aside
+        b"Nq\x05.",
+        b"Np-1\n.",
+        b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.",  # a frame of that length
+        b"\x82\x01.",  # a class by its code
+        b"NI1\nb.",  # state for what can have none
+        b"L" + b"9" * 5000 + b"L\n.",
+        b"[" * 10,
+    ],
+)
 def test_what_is_no_dump_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "nccl_trace_rank_0").write_bytes(content)
     with pytest.raises(UsageError):
+        corroborate.read_flight_recorder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"process_group": [["x"], 5]},
+        {"process_group": 7},
+        {"process_group": ("only",)},
+        {"input_sizes": 5},
+        {"input_sizes": [[1] * 1000]},
+        {"input_sizes": [["a"]]},
+        {"collective_seq_id": 10**5000},
+        {"collective_seq_id": True},
+        {"profiling_name": "\ud800"},
+    ],
+)
+def test_strange_values_in_a_dump_end_in_text(tmp_path: Path, changes: dict[str, Any]) -> None:
+    dump(tmp_path, 0, [{**entry(3, "nccl:all_reduce", retired=False), **changes}])
+    found = corroborate.read_flight_recorder(tmp_path)
+    assert all("#3" in remark for remark in corroborate.remarks({"flight_recorder": found}))
+    json.dumps(found)
+
+
+def test_dump_that_names_one_list_over_and_over_stays_small(tmp_path: Path) -> None:
+    """Each level holds the one below twice: written out, 2**60 values."""
+    nest: list[Any] = []
+    for _ in range(60):
+        nest = [nest, nest]
+    changes = {"process_group": ("0", nest), "input_sizes": nest, "state": nest}
+    dump(tmp_path, 0, [{**entry(3, "nccl:all_reduce", retired=False), **changes}])
+    assert len(json.dumps(corroborate.read_flight_recorder(tmp_path))) < 1000
+
+
+@pytest.mark.parametrize("rank", ["²", "9" * 5000, "-1", "x"])
+def test_rank_that_is_no_number_is_left_out(rank: str) -> None:
+    evidence = {"flight_recorder": {rank: {"default": {"sequence": 1}}}}
+    assert corroborate.remarks(evidence) == []
+
+
+def test_dump_without_the_right_to_read_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump(tmp_path, 0, [])
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(corroborate, "read_bytes", denied)
+    with pytest.raises(UsageError, match=r"nccl_trace_rank_0 cannot be read: Permission denied"):
         corroborate.read_flight_recorder(tmp_path)
 
 

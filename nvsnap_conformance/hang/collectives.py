@@ -5,14 +5,14 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nvsnap_conformance.errors import UsageError
+from nvsnap_conformance.tomlfile import read_toml
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -151,18 +151,22 @@ def _load(paths: tuple[Path, ...]) -> FrameRegistry:
 
 
 def _read(path: Path) -> list[Entry]:
-    try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"cannot read the frame registry {path}: {error}") from error
+    data = read_toml(path, error=UsageError, what="frame registry")
     unknown = set(data) - {"version", "frame"}
-    if unknown or data.get("version") != 1:
+    version, tables = data.get("version"), data.get("frame", [])
+    if unknown or type(version) is not int or version != 1 or not isinstance(tables, list):
+        if unknown:
+            why = f"unknown key {', '.join(sorted(unknown))}"
+        elif isinstance(tables, list):
+            why = "version is missing" if version is None else f"version is {version!r}"
+        else:
+            why = "frame is no list of tables"
         raise UsageError(
-            f"{path} is no frame registry of version 1: {', '.join(sorted(unknown)) or 'version is missing'}",
+            f"{path} is no frame registry of version 1: {why}",
             next_step="it has `version = 1` and [[frame]] tables",
         )
     entries, seen = [], set()
-    for position, table in enumerate(data.get("frame", [])):
+    for position, table in enumerate(tables):
         try:
             entry = Entry.model_validate(table)
         except ValidationError as error:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import pickletools
 import re
 from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.errors import UsageError
+from nvsnap_conformance.files import read_bytes
 from nvsnap_conformance.hang.merge import span
 
 if TYPE_CHECKING:
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 LOW_POWER = 0.45
 """Share of its power limit below which a fully busy GPU is taken to spin rather than to work."""
 
-_RANK_IN_NAME = re.compile(r"(\d+)(?:\.json)?$")
+_MOST_TENSORS = 256
+"""Tensors of a collective, and dimensions of a tensor, that are kept; one with more is kept without sizes."""
+
+_RANK = re.compile(r"[0-9]{1,9}")
+_RANK_IN_NAME = re.compile(rf"(?<![0-9])({_RANK.pattern})(?:\.json)?$")
 
 
 def pending_and_frozen(evidence: dict[str, Any]) -> bool:
@@ -81,11 +87,16 @@ def read_flight_recorder(folder: Path) -> dict[str, Any]:
     (torch >= 2.3, version 2.x) and JSON dumps are read. Raises :class:`UsageError` where none is there or
     one cannot be read.
     """
-    found: dict[str, Any] = {}
-    for path in sorted(p for p in folder.glob("*") if p.is_file()) if folder.is_dir() else []:
-        match = _RANK_IN_NAME.search(path.name)
-        if match:
-            found[match[1]] = _summary(path)
+    try:
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+    except (FileNotFoundError, NotADirectoryError):
+        files = []
+    except OSError as error:
+        raise UsageError(
+            f"the flight recorder dumps in {folder} cannot be read: {error.strerror}",
+            next_step="give a folder that you have the right to read",
+        ) from error
+    found = {match[1]: _summary(path) for path in files if (match := _RANK_IN_NAME.search(path.name))}
     if not found:
         raise UsageError(
             f"no flight recorder dump in {folder}",
@@ -94,38 +105,85 @@ def read_flight_recorder(folder: Path) -> dict[str, Any]:
     return found
 
 
+_NO_DUMP = (
+    ValueError,
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What bytes that are no pickle can end an unpickler with."""
+
+
+def _unpickled(data: bytes) -> Any:
+    """Return the plain value that is pickled in ``data``; raises one of :data:`_NO_DUMP` for what is none.
+
+    Lengths and places that exceed the file are refused first: the unpickler makes room for what it is told.
+    """
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and not 0 <= int(argument or 0) <= len(data):
+            raise pickle.UnpicklingError(f"it puts aside value {argument} of {len(data)} bytes")
+    return _PlainUnpickler(io.BytesIO(data)).load()
+
+
 def _summary(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
     try:
-        if data[:1] in (b"{", b" ", b"\n"):
-            dump = json.loads(data)
-        else:
-            dump = _PlainUnpickler(io.BytesIO(data)).load()
-    except (ValueError, pickle.UnpicklingError, EOFError, LookupError, RecursionError, TypeError) as error:
-        raise UsageError(f"{path} is no flight recorder dump: {str(error)[:200]}") from error
+        data = read_bytes(path)
+    except OSError as error:
+        raise UsageError(
+            f"the flight recorder dump {path} cannot be read: {error.strerror}",
+            next_step="give files that you have the right to read",
+        ) from error
+    try:
+        dump = json.loads(data) if data[:1] in (b"{", b" ", b"\n") else _unpickled(data)
+    except _NO_DUMP as error:
+        why = str(error)[:200] or type(error).__name__
+        raise UsageError(f"{path} is no flight recorder dump: {why}") from error
     groups: dict[str, dict[str, Any]] = {}
     for raw in _list(_dict(dump).get("entries")):
         entry = _dict(raw)
         sequence, name = entry.get("collective_seq_id"), entry.get("profiling_name")
-        if not isinstance(sequence, int) or not isinstance(name, str) or entry.get("is_p2p"):
+        if not _is_count(sequence) or not isinstance(name, str) or entry.get("is_p2p"):
             continue
-        label = entry.get("process_group")
-        group = str(label[1] or label[0]) if isinstance(label, list | tuple) and len(label) > 1 else "default"
+        group = _group_name(entry.get("process_group"))
         known = groups.setdefault(group, {"sequence": -1})
         if sequence >= known["sequence"]:
             groups[group] = {
                 "sequence": sequence,
                 "operation": name.partition(":")[2] or name,
-                "sizes": entry.get("input_sizes"),
+                "sizes": _sizes(entry.get("input_sizes")),
                 "completed": bool(entry.get("retired")) or entry.get("state") == "completed",
             }
     return groups
 
 
+def _is_count(value: Any) -> bool:
+    """Whether ``value`` is a count as torch has them, in 64 bits: a longer one may not even be printable."""
+    return type(value) is int and -1 <= value < 1 << 63
+
+
+def _group_name(label: Any) -> str:
+    """Return a group's description, else its name: torch writes ``(name, description)``."""
+    names = list(label)[1::-1] if isinstance(label, list | tuple) else []
+    return next((name for name in names if isinstance(name, str) and name), "default")
+
+
+def _sizes(value: Any) -> list[list[int]] | None:
+    """Return the sizes of tensors, ``None`` for whatever else: a pickle may hold one list over and over."""
+    if not isinstance(value, list | tuple) or len(value) > _MOST_TENSORS:
+        return None
+    sizes = [list(size) for size in value if isinstance(size, list | tuple) and len(size) <= _MOST_TENSORS]
+    return sizes if all(_is_count(n) for size in sizes for n in size) else None
+
+
 def _by_group(dumps: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for rank, groups in dumps.items():
-        if rank.isdigit():
+        if _RANK.fullmatch(rank):
             for group, last in _dict(groups).items():
                 if isinstance(_dict(last).get("sequence"), int):
                     found.setdefault(group, {})[int(rank)] = _dict(last)
@@ -156,7 +214,7 @@ def _flight_recorder(dumps: dict[str, Any]) -> list[str]:
 def read_ras(path: Path) -> dict[str, Any]:
     """Read one answer of ``ncclras -f json`` (NCCL >= 2.28); raises :class:`UsageError` for anything else."""
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON answer of ncclras: {str(error)[:200]}") from error
     if not isinstance(data, dict) or not isinstance(data.get("communicators"), list):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from nvsnap_conformance.engines.protocol import Rank
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK", "TP_RANK")
 SIZE_VARIABLES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
@@ -94,7 +95,7 @@ def world_size(members: Iterable[Member]) -> int | None:
     for member in members:
         if member.role is Role.RANK:
             environment = _environment(member.pid, SIZE_VARIABLES)
-            sizes.update(int(v) for v in environment.values() if v.isdigit())
+            sizes.update(int(v) for v in environment.values() if _NUMBER.fullmatch(v))
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -182,7 +183,7 @@ def _from_environment(members: list[Member]) -> dict[int, Member]:
         claims: dict[int, list[Member]] = {}
         for member in members:
             value = _environment(member.pid, (variable,)).get(variable, "")
-            if value.isdigit() and _is_python(member):
+            if _NUMBER.fullmatch(value) and _is_python(member):
                 claims.setdefault(int(value), []).append(member)
         # A rank's own helpers inherit its variable: the outermost process is the rank. One claim alone is
         # no proof: a launcher's own variable is inherited by a whole engine.

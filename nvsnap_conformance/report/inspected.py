@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.errors import UsageError
+from nvsnap_conformance.files import read_bytes
 from nvsnap_conformance.outcomes import ExitCode, Outcome
 from nvsnap_conformance.report.compare_input import RecordError, read_record
 
@@ -29,23 +32,17 @@ class Content(StrEnum):
 def find(path: Path) -> tuple[Content, Path]:
     """Return what ``path`` holds and where: a bundle's folder, a record's file, or a stream's.
 
-    Raises :class:`UsageError` for anything else.
+    A stream beside the record of its run is that run: the record says more. Raises :class:`UsageError` for
+    anything else.
     """
-    if path.is_dir():
-        if (path / _BUNDLE).exists():
-            return Content.BUNDLE, path
-        if (path / _RESULTS).exists():
-            return Content.RECORD, path / _RESULTS
-        streams = sorted(path.glob(_EVENTS))
-        if streams:
-            return Content.EVENTS, streams[0]
-        raise _unknown(path)
     try:
-        data = path.read_bytes()
+        if path.is_dir():
+            return _in_folder(path)
+        data = read_bytes(path)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read: {error.strerror}",
-            next_step="give a file that you have the right to read",
+            next_step="give a file that you have the right to read, or a folder that holds one",
         ) from error
     if path.name == _BUNDLE:
         return Content.BUNDLE, path.parent
@@ -53,7 +50,21 @@ def find(path: Path) -> tuple[Content, Path]:
     if path.name == _RESULTS or "schema_version" in whole:
         return Content.RECORD, path
     if {"at", "kind"} <= _object(data.split(b"\n", 1)[0]).keys():
+        if path.match(_EVENTS) and (path.parent / _RESULTS).exists():
+            return Content.RECORD, path.parent / _RESULTS
         return Content.EVENTS, path
+    raise _unknown(path)
+
+
+def _in_folder(path: Path) -> tuple[Content, Path]:
+    names = set(os.listdir(path))  # noqa: PTH208 - Path.glob hides that a folder cannot be read
+    if _BUNDLE in names:
+        return Content.BUNDLE, path
+    if _RESULTS in names:
+        return Content.RECORD, path / _RESULTS
+    streams = sorted(name for name in names if fnmatch.fnmatchcase(name, _EVENTS))
+    if streams:
+        return Content.EVENTS, path / streams[0]
     raise _unknown(path)
 
 
@@ -87,7 +98,7 @@ def events_summary(path: Path) -> tuple[dict[str, Any], int]:
     """
     events = []
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_bytes(path).splitlines()
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}", next_step="check the path") from error
     for line in lines:
@@ -108,7 +119,7 @@ def events_summary(path: Path) -> tuple[dict[str, Any], int]:
         "content": Content.EVENTS.value,
         "state": "aborted",
         "verdict": f"INCOMPLETE: the run wrote no record, its events end after {len(cases)} cases",
-        "targets": next((e.get("targets") for e in events if e["kind"] == "session"), None) or [],
+        "targets": _texts(next((e.get("targets") for e in events if e["kind"] == "session"), None)),
         "clauses": 0,
         "not_passed": [
             {
@@ -147,6 +158,10 @@ def _code(record: RunRecord) -> int:
     if record.state != "complete" or record.exit_code not in known:
         return ExitCode.INCOMPLETE
     return record.exit_code
+
+
+def _texts(value: Any) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
 
 
 def _object(data: bytes) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nvsnap_conformance.files import read_text
 from nvsnap_conformance.report.model import RunRecord
 from nvsnap_conformance.report.place import unwritten
 
@@ -102,4 +103,4 @@ def write_whole(path: Path, text: str) -> Path:
 
 def read_results(path: Path) -> RunRecord:
     """Read a ``results.json``; raises pydantic's ``ValidationError`` for what is not one."""
-    return RunRecord.model_validate_json(path.read_text(encoding="utf-8"))
+    return RunRecord.model_validate_json(read_text(path))
