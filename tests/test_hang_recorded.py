@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from nvsnap_conformance.hang import commands
 from nvsnap_conformance.hang.bundle import is_bundle, read_bundle
+from nvsnap_conformance.hang.mutants import judge_by_one_sample
 from nvsnap_conformance.hang.verdict import VerdictKind, judge
 from tests.planted.record import SHAPES
 
@@ -68,3 +69,10 @@ def test_the_seeds_split_is_in_the_text() -> None:
     assert "vllm/distributed/device_communicators/flashinfer_all_reduce.py" in text
     assert "6 ranks (0-2, 4-5, 7) in mnnvl workspace" in text
     assert "2 ranks (3, 6) in trtllm workspace" in text
+
+
+def test_known_bad_judge_takes_the_slow_rank_for_a_hang() -> None:
+    """What the mutant is for: a bundle of several looks is not one look again."""
+    bundle = read_bundle(next(p for p in BUNDLES if p.name == "straggler"))
+    assert not judge(bundle).is_hang
+    assert judge_by_one_sample(bundle).is_hang

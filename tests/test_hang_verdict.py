@@ -426,6 +426,20 @@ def test_rank_without_a_sample_is_not_called_dead() -> None:
     assert "gone" not in verdict.tree()
 
 
+def test_rank_that_nobody_saw_is_told_beside_those_that_are_missing() -> None:
+    bundle = make.bundle(ranks(5, WAIT, r3=make.at("handler"), r4=None))
+    verdict = judge(bundle)
+    assert (verdict.kind, verdict.missing) == (VerdictKind.MISSING_ARRIVAL, (3,))
+    assert "not told: 1 rank (4) unreadable" in verdict.summary
+    assert verdict.confidence is Confidence.MEDIUM
+
+
+def test_rank_that_was_seen_once_is_not_said_to_have_no_stack() -> None:
+    verdict = judge(make.bundle({0: still(WAIT), 1: [WAIT, None, None]}))
+    assert verdict.kind is VerdictKind.UNKNOWN
+    assert "seen once only, at all_reduce" in verdict.tree()
+
+
 def test_rank_that_was_never_found_is_dead() -> None:
     verdict = judge(make.bundle(ranks(3, WAIT), world=4))
     assert verdict.kind is VerdictKind.DEAD_RANK

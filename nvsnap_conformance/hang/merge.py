@@ -113,6 +113,8 @@ class View:
         if self.condition is Condition.STOPPED:
             return f"{self.state}" + (f" at {where}" if where else "")
         if self.condition is Condition.UNREADABLE:
+            if self.position is not None:
+                return f"unreadable: seen once only, at {where}"
             reason = self.problems[-1] if self.problems else "no stack"
             return f"unreadable: {reason}"
         if self.condition is Condition.MOVING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nvsnap_conformance.deadline import Deadline
-    from nvsnap_conformance.hang.model import Bundle, Round
+    from nvsnap_conformance.hang.model import Bundle, Reading, Round
     from nvsnap_conformance.processes import ProcessId
 
 
@@ -52,9 +52,19 @@ def judge_by_one_sample(bundle: Bundle) -> Verdict:
 
 
 def _seen_again(taken: Round, number: int) -> Round:
-    """Return ``taken`` as if it had been seen again ``number`` seconds later."""
-    samples = tuple(replace(sample, at=sample.at + number) for sample in taken.samples)
+    """Return ``taken`` as if it had been seen again ``number`` seconds later, and nothing ran meanwhile."""
+    samples = tuple(
+        replace(sample, at=sample.at + number, reading=_standing(sample.reading)) for sample in taken.samples
+    )
     return replace(taken, index=number, samples=samples)
+
+
+def _standing(reading: Reading | None) -> Reading | None:
+    """Return ``reading`` without what shows, in one look already, that a thread runs."""
+    if reading is None:
+        return None
+    state = "S" if reading.state == "R" else reading.state
+    return replace(reading, state=state, thread_states="", queued_seconds=-1.0, tree_runnable=0)
 
 
 def judge_without_the_dead(bundle: Bundle) -> Verdict:

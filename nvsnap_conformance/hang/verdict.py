@@ -194,6 +194,8 @@ class _Judge(Observation):
             text = f"{waits}; missing: " + "; ".join(wording.where(g) for g in classes(stuck))
             if late:
                 text += "; on the way: " + "; ".join(wording.where(g) for g in classes(late))
+            if unreadable:
+                text += "; not told: " + "; ".join(wording.where(g) for g in classes(unreadable))
             text += wording.lock_note(stuck, waiting)
             guessed = unreadable or any(v.condition is Condition.ELSEWHERE for v in stuck)
             return self.make(
