@@ -46,7 +46,8 @@ _FOREVER = 10 * 365 * _DAY
 @click.option(
     "--timeout",
     default=0.0,
-    help="Watch for this many seconds [default: until it ends]; a look that has begun may take 10 s more.",
+    help="Watch for this many seconds [default: until it ends]; a look that has begun may take 10 s more, "
+    "and an engine that is ending 10 s.",
 )
 @click.option("--locals", "with_locals", is_flag=True, help="Read local variables too.")
 @click.option("--registry", type=_FILE, help="More frames, in the format of collectives.toml.")
