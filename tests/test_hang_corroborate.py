@@ -132,6 +132,20 @@ def test_dump_that_names_one_list_over_and_over_stays_small(tmp_path: Path) -> N
     assert len(json.dumps(corroborate.read_flight_recorder(tmp_path))) < 1000
 
 
+def test_counts_that_cannot_be_printed_are_left_out() -> None:
+    """Two numbers of as many digits as Python prints have a sum of more."""
+    longest = 10**4300 - 1
+    polls = [ras({0: longest, 1: longest}), ras({0: longest, 1: longest})]
+    for poll in polls:
+        for rank in poll["communicators"][0]["ranks"]:
+            rank["collective_counts"] = {"AllReduce": longest, "Broadcast": longest}
+    corroborate.remarks({"nccl_ras": polls})
+    uneven = [ras({0: 0, 1: 5}), ras({0: 0, 1: 5})]
+    for poll in uneven:
+        poll["communicators"][0]["ranks"][1]["collective_counts"] = {"A": longest, "B": longest}
+    assert "up to" not in "".join(corroborate.remarks({"nccl_ras": uneven}))
+
+
 @pytest.mark.parametrize("rank", ["²", "9" * 5000, "-1", "x"])
 def test_rank_that_is_no_number_is_left_out(rank: str) -> None:
     evidence = {"flight_recorder": {rank: {"default": {"sequence": 1}}}}

@@ -185,7 +185,7 @@ def _by_group(dumps: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
     for rank, groups in dumps.items():
         if _RANK.fullmatch(rank):
             for group, last in _dict(groups).items():
-                if isinstance(_dict(last).get("sequence"), int):
+                if _is_count(_dict(last).get("sequence")):
                     found.setdefault(group, {})[int(rank)] = _dict(last)
     return found
 
@@ -261,8 +261,8 @@ def _ras(polls: list[dict[str, Any]]) -> list[str]:
 def _counts(communicator: dict[str, Any]) -> dict[int, int]:
     found = {}
     for rank in map(_dict, _list(communicator.get("ranks"))):
-        counts = [n for n in _dict(rank.get("collective_counts")).values() if isinstance(n, int)]
-        if isinstance(rank.get("rank"), int):
+        counts = [n for n in _dict(rank.get("collective_counts")).values() if _is_count(n)]
+        if _is_count(rank.get("rank")):
             found[rank["rank"]] = sum(counts)
     return found
 
