@@ -13,7 +13,7 @@ from nvsnap_conformance.hang.commands import inspect_bundle
 from nvsnap_conformance.hang.discover import from_ranks
 from nvsnap_conformance.hang.follow import follow
 from nvsnap_conformance.hang.ranks.client import RankServer, RankSet
-from nvsnap_conformance.hang.verdict import Verdict, VerdictKind
+from nvsnap_conformance.hang.verdict import Confidence, Verdict, VerdictKind
 from nvsnap_conformance.outcomes import ConformanceFailure, Finding, finding
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ SECONDS = 30.0
 
 PATIENCE = 1.5
 """Seconds without an end before the first look: a healthy run never gets one."""
+
+LOOKS = 3
+"""How often ranks are looked at while what they show leaves doubt."""
 
 
 def run_to_end(
@@ -56,15 +59,22 @@ def run_to_end(
 
 
 def look(ranks: RankSet, folder: Path, deadline: Deadline) -> tuple[Bundle, Verdict]:
-    """Sample the ranks from outside until the verdict is certain, or all have told ``done``."""
-    return follow(
-        from_ranks(ranks.ranks),
-        ranks=ranks.ranks,
-        folder=folder,
-        deadline=deadline,
-        reason="the ranks did not end",
-        resumed=lambda: len(ranks.told_by("done")) == len(ranks.ranks),
-    )
+    """Sample the ranks from outside until the verdict is certain, or all have told ``done``.
+
+    A look that ends in doubt is taken again: ranks that got no core meanwhile have shown nothing.
+    """
+    for _ in range(LOOKS):
+        bundle, verdict = follow(
+            from_ranks(ranks.ranks),
+            ranks=ranks.ranks,
+            folder=folder,
+            deadline=deadline,
+            reason="the ranks did not end",
+            resumed=lambda: len(ranks.told_by("done")) == len(ranks.ranks),
+        )
+        if verdict.confidence is not Confidence.LOW or deadline.expired:
+            break
+    return bundle, verdict
 
 
 def check_verdict(verdict: Verdict, kinds: Iterable[VerdictKind], missing: Iterable[int]) -> list[Finding]:
