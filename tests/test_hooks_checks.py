@@ -8,7 +8,7 @@ import pytest
 
 from nvsnap_conformance.engines.protocol import Completion, RankReply
 from nvsnap_conformance.hooks import recapture, standins
-from nvsnap_conformance.lifecycle import accounting
+from nvsnap_conformance.lifecycle import accounting, graphs, report_form
 from nvsnap_conformance.outcomes import Outcome
 
 if TYPE_CHECKING:
@@ -359,3 +359,87 @@ def test_what_is_kept_on_request_is_told_and_is_no_release() -> None:
     assert accounting.check_accounted(told, [reply(0, snapshot("a"))]) == []
     assert accounting.check_released(told, [reply(0, snapshot("a"))]) == []
     assert accounting.check_outcomes(told, verb="prepare", allowed=accounting.PREPARE_OUTCOMES) == []
+
+
+ENTRY = {"name": "a", "kind": "x", "outcome": "released", "detail": "", "seconds": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("change", "signatures"),
+    [
+        ({}, []),
+        ({"state": "serving"}, ["REPORT:STATE"]),
+        ({"state": None}, ["REPORT:STATE"]),
+        ({"state": ["prepared"]}, ["REPORT:STATE"]),
+        ({"problem": "nothing works"}, ["REPORT:PROBLEM"]),
+        ({"problem": ""}, ["REPORT:PROBLEM"]),
+        ({"resources": [ENTRY, ENTRY]}, ["REPORT:TWICE"]),
+        ({"resources": [ENTRY, "b"]}, ["REPORT:FORM"]),
+        *(({"resources": [ENTRY | {key: ["x"]}]}, ["REPORT:FORM"]) for key in ENTRY),
+        *(({"resources": [{k: v for k, v in ENTRY.items() if k != key}]}, ["REPORT:FORM"]) for key in ENTRY),
+        ({"resources": [ENTRY | {"seconds": True}]}, ["REPORT:FORM"]),
+        ({"resources": [ENTRY | {"seconds": -1}]}, ["REPORT:FORM"]),
+        ({"resources": [ENTRY | {"kind": ""}]}, ["REPORT:FORM"]),
+        # Without resources, or a report, the outcomes' check speaks.
+        ({"resources": None}, []),
+    ],
+)
+def test_the_form_of_a_report(change: dict[str, Any], signatures: list[str]) -> None:
+    told = {"state": "prepared", "problem": None, "resources": [ENTRY]} | change
+    found = report_form.check_form([reply(0, told)], verb="prepare", reached="prepared")
+    assert names(found) == signatures
+
+
+@pytest.mark.parametrize("key", ["state", "problem"])
+def test_a_report_without_its_key(key: str) -> None:
+    told = {"state": "prepared", "problem": None, "resources": [ENTRY]}
+    del told[key]
+    found = report_form.check_form([reply(0, told)], verb="prepare", reached="prepared")
+    assert names(found) == [f"REPORT:{key.upper()}"]
+
+
+def said(before: Any = "serving", prepared: Any = "prepared", after: Any = "serving") -> dict[str, Any]:
+    told = {"before": before, "prepared": prepared, "after": after}
+    return {moment: [reply(0, {"state": state})] for moment, state in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "signatures"),
+    [
+        (said(), []),
+        (said(prepared="serving"), ["STATUS:STATE"]),
+        (said(before="prepared", after="prepared"), ["STATUS:STATE"] * 2),
+        (said(after="failed"), ["STATUS:STATE"]),
+        (said("bananas"), ["STATUS:STATE"]),
+        (said(["serving"]), ["STATUS:FORM"]),
+        (said() | {"after": [reply(0, None)]}, ["STATUS:FORM"]),
+        (said() | {"after": [reply(0, error={"type": "E", "message": "x"})]}, ["STATUS:ERROR"]),
+        (said() | {"after": []}, ["STATUS:NO_ANSWER"]),
+        ({}, ["STATUS:NO_ANSWER"]),
+    ],
+)
+def test_status_is_true(statuses: dict[str, Any], signatures: list[str]) -> None:
+    assert names(report_form.check_status(statuses)) == signatures
+
+
+def test_status_of_a_rank_that_is_missing() -> None:
+    told = {"state": "prepared", "problem": None, "resources": [ENTRY]}
+    rebuilt = told | {"state": "serving", "resources": [ENTRY | {"outcome": "rebuilt"}]}
+    prepare, rebuild = ([reply(rank, value) for rank in (0, 1)] for value in (told, rebuilt))
+    statuses = {moment: replies * 2 for moment, replies in said().items()}
+    found = accounting.check_reports(prepare, rebuild, statuses, ranks=2)
+    assert names(found) == ["REPORT:RANK_MISSING", "REPORT:RANK_TWICE"] * 3
+
+
+@pytest.mark.parametrize("odd", [["released"], {"released": 1}, None, 3, True])
+def test_outcomes_of_any_json_are_findings(odd: Any) -> None:
+    told = [reply(0, {"resources": [{"name": "a", "kind": "x", "outcome": odd}]})]
+    found = accounting.check_outcomes(told, verb="prepare", allowed=accounting.PREPARE_OUTCOMES)
+    assert names(found) == ["REPORT:OUTCOME"]
+    held = [reply(0, snapshot("a"))]
+    for judge in (accounting.check_accounted, accounting.check_released, accounting.check_honest):
+        judge(told, held)
+    accounting.check_fresh(told, held, held)
+    assert not graphs.deferred(told)
+    assert not graphs.deferred([reply(0, {"resources": odd})])
+    assert not graphs.captured([reply(0, {"graphs": {"state": odd}})])

@@ -57,7 +57,8 @@ class Good:
 
     def entry(self, resource, outcome, act):
         act(resource)
-        return {"name": resource.name, "kind": resource.kind, "outcome": outcome, "detail": ""}
+        names = {"name": resource.name, "kind": resource.kind}
+        return names | {"outcome": outcome, "detail": "", "seconds": 0.1}
 
     def require(self, state):
         import vllm
@@ -141,6 +142,20 @@ class Hangs(Good):
         return super().prepare()
 
 
+class NoStatus(Good):
+    status = None
+
+
+class Bananas(Good):
+    def status(self):
+        return {"state": "bananas"}
+
+
+class RefusesAll(Good):
+    def require(self, state):
+        raise Refused("no version is known")
+
+
 class Dies(Good):
     def prepare(self):
         import os
@@ -152,6 +167,7 @@ CLAUSES = {
     "HOOKS-ERROR-IS-VALUE",
     "HOOKS-VERSION-GATE",
     "HOOKS-ALL-RANKS-REPORT",
+    "HOOKS-STATUS-TRUE",
     "HOOKS-OUTCOME-HONEST",
     "HOOKS-PREPARE-RELEASES",
     "HOOKS-SUCCESS-MEANS-RELEASED",
@@ -184,6 +200,9 @@ def test_good_hooks_hold(vendor: Path, ranks: int) -> None:
             {"HOOKS-ALL-RANKS-REPORT": "REPORT:EMPTY", "HOOKS-OUTCOME-HONEST": "REPORT:UNLISTED"},
         ),
         ("OmitsQueue", {"HOOKS-SUCCESS-MEANS-RELEASED": "RELEASE:UNACCOUNTED"}),
+        ("NoStatus", {"HOOKS-STATUS-TRUE": "STATUS:ERROR"}),
+        ("Bananas", {"HOOKS-STATUS-TRUE": "STATUS:STATE"}),
+        ("RefusesAll", {"HOOKS-VERSION-GATE": "GATE:KNOWN_REFUSED"}),
         ("ForgetsGroup", {"HOOKS-RESTORE-REBUILDS": "RESTORE:MISSING"}),
         ("Missing", {"HOOKS-PREPARE-RESTORE-PAIR": "PAIR:FAILED", "HOOKS-ALL-RANKS-REPORT": "CYCLE:PREPARE"}),
     ],

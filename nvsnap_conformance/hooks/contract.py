@@ -88,9 +88,10 @@ def failing_call(engine: Ranks, hooks: HooksSpec, *, ranks: int, deadline: Deadl
 
 
 def unknown_version(engine: Ranks, hooks: HooksSpec, *, ranks: int, deadline: Deadline) -> list[Finding]:
-    """Show every rank an engine version that nobody knows.
+    """Show every rank an engine version that nobody knows, and then the engine's own.
 
-    Findings: ``PAIR:ACCEPTED``, and those of :func:`accounting.check_rebuilt`: nothing may have changed.
+    Findings: ``PAIR:ACCEPTED``, those of :func:`accounting.check_rebuilt` (nothing may have changed), and
+    ``GATE:KNOWN_REFUSED``: hooks that fail at the engine's own version too have no gate that could be judged.
     """
     unknown = replace(hooks, options={**hooks.options, PRETEND: UNKNOWN_VERSION})
     engine.quiesce(deadline)
@@ -99,8 +100,27 @@ def unknown_version(engine: Ranks, hooks: HooksSpec, *, ranks: int, deadline: De
     found = check_refused(replies, ranks=ranks, what=f"prepare on engine version {UNKNOWN_VERSION}")
     found += accounting.check_rebuilt(before, engine.rpc("snapshot", hooks=OBSERVER, deadline=deadline))
     _take_back(engine, unknown, replies, deadline)
+    if all(reply.error is not None for reply in replies):
+        found += _check_known_version(engine, hooks, deadline)
     engine.resume(deadline)
     return found
+
+
+def _check_known_version(engine: Ranks, hooks: HooksSpec, deadline: Deadline) -> list[Finding]:
+    """Check that the engine's own version is let through; the engine serves again afterwards."""
+    for verb in ("prepare", "restore"):
+        refused = [reply for reply in engine.rpc(verb, hooks=hooks, deadline=deadline) if reply.error]
+        if refused:
+            return [
+                finding(
+                    f"{verb} on the engine's own version fails as on an unknown one, on rank {reply.rank}: "
+                    f"{reply.error}",
+                    "GATE:KNOWN_REFUSED",
+                    rank=reply.rank,
+                )
+                for reply in refused
+            ]
+    return []
 
 
 def _take_back(engine: Ranks, hooks: HooksSpec, replies: list[RankReply], deadline: Deadline) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nvsnap_conformance.lifecycle.report_form import check_form
 from nvsnap_conformance.outcomes import Finding, finding
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nvsnap_conformance.engines.protocol import RankReply
 
 PREPARE_OUTCOMES = frozenset({"released", "absent", "unsupported", "kept", "failed"})
@@ -66,7 +69,9 @@ def check_outcomes(replies: list[RankReply], *, verb: str, allowed: frozenset[st
             )
         for name, entry in entries.items():
             outcome = entry.get("outcome")
-            if outcome not in allowed or (outcome == "deferred" and entry.get("kind") != "cuda-graphs"):
+            # Anything that JSON can say may stand here, also what cannot be looked up in a set.
+            known = isinstance(outcome, str) and outcome in allowed
+            if not known or (outcome == "deferred" and entry.get("kind") != "cuda-graphs"):
                 found.append(
                     finding(
                         f"{verb}: rank {reply.rank}: {name} has the outcome {outcome!r}, "
@@ -182,15 +187,30 @@ def check_rebuilt(
     return found
 
 
-def check_reports(prepare: list[RankReply], rebuild: list[RankReply], *, ranks: int) -> list[Finding]:
-    """Check both reports of a cycle by :func:`check_every_rank` and :func:`check_outcomes`."""
+def check_reports(
+    prepare: list[RankReply],
+    rebuild: list[RankReply],
+    statuses: Mapping[str, list[RankReply]],
+    *,
+    ranks: int,
+) -> list[Finding]:
+    """Check both reports of a cycle: who gave them, what became of each resource, and their form.
+
+    ``statuses`` are the replies to ``status`` by moment; here only that every rank answered counts, and what
+    they say is for :func:`nvsnap_conformance.lifecycle.report_form.check_status`. Findings: those of
+    :func:`check_every_rank`, :func:`check_outcomes` and
+    :func:`nvsnap_conformance.lifecycle.report_form.check_form`.
+    """
     found: list[Finding] = []
-    for verb, replies, allowed in (
-        ("prepare", prepare, PREPARE_OUTCOMES),
-        ("rebuild", rebuild, RESTORE_OUTCOMES),
+    for verb, replies, allowed, reached in (
+        ("prepare", prepare, PREPARE_OUTCOMES, "prepared"),
+        ("rebuild", rebuild, RESTORE_OUTCOMES, "serving"),
     ):
         found += check_every_rank(replies, ranks=ranks, verb=verb)
         found += check_outcomes(replies, verb=verb, allowed=allowed)
+        found += check_form(replies, verb=verb, reached=reached)
+    for moment, replies in statuses.items():
+        found += check_every_rank(replies, ranks=ranks, verb=f"status ({moment})")
     return found
 
 

@@ -74,7 +74,8 @@ class CycleFailure:
 class CycleRecord:
     """Everything seen in one cycle.
 
-    ``snapshots`` maps a moment (``before``, ``prepared``, ``after``) to the observer's replies.
+    ``snapshots`` maps a moment (``before``, ``prepared``, ``after``) to the observer's replies, ``statuses``
+    the same to what the hooks' ``status`` answered, but in the control arm, which calls no hooks.
     ``stopped`` holds the states of all processes between dump and load, read back by the driver itself
     and not by the checkpointer. ``failed_calls`` are the device layer's calls, where it failed.
     """
@@ -84,6 +85,7 @@ class CycleRecord:
     events: list[Event] = field(default_factory=list)
     replies: dict[Verb, list[RankReply]] = field(default_factory=dict)
     snapshots: dict[str, list[RankReply]] = field(default_factory=dict)
+    statuses: dict[str, list[RankReply]] = field(default_factory=dict)
     checkpoints: dict[Verb, CheckpointResult] = field(default_factory=dict)
     stopped: tuple[ProcessState, ...] = ()
     failure: CycleFailure | None = None
@@ -105,6 +107,7 @@ class CycleRecord:
             "events": [event.as_json() for event in self.events],
             "seconds": self.seconds(),
             "replies": {verb.value: [reply_json(r) for r in rs] for verb, rs in self.replies.items()},
+            "statuses": {moment: [reply_json(r) for r in rs] for moment, rs in self.statuses.items()},
             "failure": None
             if self.failure is None
             else {
@@ -246,14 +249,17 @@ class LifecycleDriver:
                 self.record.events.append(Event(verb, rank, call["began"], call["ended"], ok))
 
     def snapshot(self, moment: str, deadline: Deadline) -> None:
-        """Ask the observer on every rank what it really holds."""
+        """Ask the observer on every rank what it really holds, and the hooks in which state they are."""
+        self.record.snapshots[moment] = self._asked("snapshot", OBSERVER, deadline)
+        if self.record.variant is not Variant.CONTROL:
+            self.record.statuses[moment] = self._asked("status", self.hooks, deadline)
+
+    def _asked(self, method: str, hooks: HooksSpec, deadline: Deadline) -> list[RankReply]:
         try:
-            self.record.snapshots[moment] = self.engine.rpc(
-                "snapshot", hooks=OBSERVER, deadline=deadline.sooner(VERB_SECONDS)
-            )
+            return self.engine.rpc(method, hooks=hooks, deadline=deadline.sooner(VERB_SECONDS))
         except (RequestFailed, NvsnapError):
-            # No snapshot is a fact: the checks find it missing and say so.
-            self.record.snapshots[moment] = []
+            # No answer is a fact: the checks find it missing and say so.
+            return []
 
     def quiesce(self, deadline: Deadline) -> None:
         """Hold new requests at the front and let the running ones finish."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nvsnap_conformance.lifecycle.accounting import entries_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -17,10 +19,7 @@ CALLS = 200
 def deferred(replies: Iterable[RankReply]) -> bool:
     """Whether any rank's report says that something comes back later (``deferred``)."""
     return any(
-        isinstance(entry, dict) and entry.get("outcome") == "deferred"
-        for reply in replies
-        if isinstance(reply.value, dict)
-        for entry in reply.value.get("resources") or ()
+        entry.get("outcome") == "deferred" for reply in replies for entry in entries_of(reply).values()
     )
 
 
@@ -58,4 +57,5 @@ def capture_all(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline) -
 
 def _state(reply: RankReply) -> str | None:
     graphs = reply.value.get("graphs") if isinstance(reply.value, dict) else None
-    return graphs.get("state") if isinstance(graphs, dict) else None
+    state = graphs.get("state") if isinstance(graphs, dict) else None
+    return state if isinstance(state, str) else None

@@ -12,7 +12,7 @@ from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import HooksSpec, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded
 from nvsnap_conformance.hooks import contract
-from nvsnap_conformance.lifecycle import accounting
+from nvsnap_conformance.lifecycle import accounting, report_form
 from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
 from nvsnap_conformance.lifecycle.trace import Verb
 from nvsnap_conformance.outcomes import Finding, finding
@@ -97,6 +97,7 @@ def check_hooks(
 
 CYCLE_CLAUSES = (
     "HOOKS-ALL-RANKS-REPORT",
+    "HOOKS-STATUS-TRUE",
     "HOOKS-OUTCOME-HONEST",
     "HOOKS-PREPARE-RELEASES",
     "HOOKS-SUCCESS-MEANS-RELEASED",
@@ -108,6 +109,7 @@ def judge_cycles(records: list[CycleRecord]) -> dict[str, list[Finding]]:
     """Judge recorded cycles by the clauses that need no engine; ``CYCLE:<VERB>`` where one ended early."""
     found: dict[str, list[Finding]] = {clause: [] for clause in CYCLE_CLAUSES}
     for record in records:
+        found["HOOKS-STATUS-TRUE"] += report_form.check_status(record.statuses)
         if record.failure is not None:
             verb, message = record.failure.verb, record.failure.message
             stopped = finding(f"the cycle ended at {verb}: {message}", f"CYCLE:{verb.upper()}")
@@ -116,7 +118,9 @@ def judge_cycles(records: list[CycleRecord]) -> dict[str, list[Finding]]:
             continue
         prepare, rebuild = record.replies[Verb.PREPARE], record.replies[Verb.REBUILD]
         before, prepared, after = (record.snapshots[moment] for moment in ("before", "prepared", "after"))
-        found["HOOKS-ALL-RANKS-REPORT"] += accounting.check_reports(prepare, rebuild, ranks=record.ranks)
+        found["HOOKS-ALL-RANKS-REPORT"] += accounting.check_reports(
+            prepare, rebuild, record.statuses, ranks=record.ranks
+        )
         found["HOOKS-OUTCOME-HONEST"] += accounting.check_honest(prepare, before)
         found["HOOKS-PREPARE-RELEASES"] += accounting.check_released(prepare, prepared)
         found["HOOKS-SUCCESS-MEANS-RELEASED"] += accounting.check_accounted(prepare, prepared)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nvsnap_conformance.lifecycle import accounting
+from nvsnap_conformance.lifecycle import accounting, report_form
 from nvsnap_conformance.lifecycle.observe import check_completed
 from nvsnap_conformance.lifecycle.trace import Verb
 from nvsnap_conformance.outcomes import require
@@ -17,14 +17,23 @@ if TYPE_CHECKING:
 
 @pytest.mark.clause("HOOKS-ALL-RANKS-REPORT")
 def test_every_rank_reports_each_verb(cycle: CycleObservation) -> None:
-    """Prepare and restore are answered by every rank, in step, each with known outcomes."""
-    replies = cycle.record.replies
+    """Prepare, restore and status are answered by every rank, in step; reports are complete."""
+    record = cycle.record
     require(
         check_completed(cycle)
         + accounting.check_reports(
-            replies.get(Verb.PREPARE, []), replies.get(Verb.REBUILD, []), ranks=cycle.record.ranks
+            record.replies.get(Verb.PREPARE, []),
+            record.replies.get(Verb.REBUILD, []),
+            record.statuses,
+            ranks=record.ranks,
         )
     )
+
+
+@pytest.mark.clause("HOOKS-STATUS-TRUE")
+def test_status_tells_the_state(cycle: CycleObservation) -> None:
+    """Status says serving before prepare and after restore, and prepared in between, on every rank."""
+    require(check_completed(cycle) + report_form.check_status(cycle.record.statuses))
 
 
 @pytest.mark.clause("HOOKS-OUTCOME-HONEST")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nvsnap_hooks import dispatch, inventory
-from nvsnap_hooks.errors import HookRefused, PassThrough
+from nvsnap_hooks.errors import HookRefused, PassThrough, UnsupportedEngineVersion
 from nvsnap_hooks.provenance import columns_of, packed_layers
 from nvsnap_hooks.reference import PREPARED, SERVING, ReferenceHooks
 from nvsnap_hooks.resources import Absent, Kept, StillHeld
@@ -324,6 +324,16 @@ class GateOnRankZero(ReferenceHooks):
         """Ask on rank 0."""
         if self.worker.rank == 0:
             super()._require_known_engine()
+
+
+class RefusesEveryVersion(ReferenceHooks):
+    """Refuses every version of the engine, the known ones too, and so keeps its gate closed for good."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def _require_known_engine(self) -> None:
+        """Refuse."""
+        raise UnsupportedEngineVersion("these hooks know no version")
 
 
 class RefusalChangesState(ReferenceHooks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from nvsnap_hooks.mutants import recast
-from nvsnap_hooks.reference import ReferenceHooks
+from nvsnap_hooks.reference import PREPARED, SERVING, ReferenceHooks
 from nvsnap_hooks.resources import Broadcaster
 
 Report = dict[str, Any]
@@ -68,3 +68,83 @@ class DefersEverything(ReferenceHooks):
     def restore(self) -> Report:
         """Restore, and say that it is to come."""
         return recast(super().restore(), "rebuilt", "deferred")
+
+
+class NamesStateBefore(ReferenceHooks):
+    """Reports the state that it came from as the one that it reached."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and say that the engine serves."""
+        return super().prepare() | {"state": SERVING}
+
+    def restore(self) -> Report:
+        """Restore, and say that the engine is prepared."""
+        return super().restore() | {"state": PREPARED}
+
+
+class ProblemBehindSuccess(ReferenceHooks):
+    """Tells a problem in a report that otherwise reads as a success."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and tell a problem."""
+        return super().prepare() | {"problem": "nothing works"}
+
+
+class ListsTwice(ReferenceHooks):
+    """Lists a resource twice, with two outcomes to choose from."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and list the first resource again."""
+        report = super().prepare()
+        report["resources"] = [report["resources"][0] | {"outcome": "unsupported"}, *report["resources"]]
+        return report
+
+
+class MalformedEntries(ReferenceHooks):
+    """Its entries lack how long it took, and have a list for a kind."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def restore(self) -> Report:
+        """Restore, and report in a form of its own."""
+        report = super().restore()
+        for entry in report["resources"]:
+            entry["kind"] = [entry["kind"]]
+            del entry["seconds"]
+        return report
+
+
+class StatusRaises(ReferenceHooks):
+    """Has no status to tell."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def status(self) -> Report:
+        """Raise."""
+        raise RuntimeError("no status")
+
+
+class StatusOfNoForm(ReferenceHooks):
+    """Answers status with nothing."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def status(self) -> Any:
+        """Return nothing."""
+        return None
+
+
+class StatusAlwaysServing(ReferenceHooks):
+    """Says that it serves, whatever it did."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def status(self) -> Report:
+        """Return what a constant says."""
+        return super().status() | {"state": SERVING}
