@@ -85,11 +85,13 @@ class Mutants:
             ) from None
 
     def select(self, names: Iterable[str]) -> tuple[Mutant, ...]:
-        """Return the mutants called ``names``, without repeats; ``all`` stands for every one."""
+        """Return the mutants called ``names``, without repeats; ``all`` stands for every one.
+
+        Raises :class:`UsageError` for a name that is none, beside ``all`` too.
+        """
         wanted = list(dict.fromkeys(names))
-        if ALL in wanted:
-            return tuple(self.mutants.values())
-        return tuple(self.mutant(name) for name in wanted)
+        named = tuple(self.mutant(name) for name in wanted if name != ALL)
+        return tuple(self.mutants.values()) if ALL in wanted else named
 
     def killers_of(self, clause_id: str) -> tuple[Mutant, ...]:
         """Return the mutants that the clause must kill."""

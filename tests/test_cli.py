@@ -85,7 +85,10 @@ def test_an_unknown_command_offers_the_nearest() -> None:
         (["--tp", "0"], "not in the range"),
         (["--tp", "two"], "not a valid integer"),
         (["--mutant", "prepare-nothin"], "Did you mean 'prepare-nothing'"),
+        (["--mutant", "all", "--mutant", "prepare-nothin"], "Did you mean 'prepare-nothing'"),
         (["--mutants", "all"], "No such option"),
+        (["foo"], "'foo' is no option of run"),
+        (["hooks", "--", "-x"], "'hooks' is no option of run"),
         (["--out", sys.executable], "is a file"),
         (["--out", f"{sys.executable}/x"], "is a file"),
         (["--out", ""], "it is empty"),
@@ -311,6 +314,7 @@ def test_pytests_own_codes_are_translated(options: list[str], code: ExitCode, tm
         ("--help", "nvsnap-conformance run --help"),
         ("--version", "nvsnap-conformance --version"),
         ("-VV", "nvsnap-conformance --version"),
+        ("no/such/test_case.py", "-k EXPRESSION"),
     ],
 )
 def test_run_refuses_what_has_pytest_run_nothing(

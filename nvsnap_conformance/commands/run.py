@@ -17,7 +17,25 @@ _CONFIGURATION = Path(__file__).resolve().with_name("session.toml")
 _ENTRY_POINT = "nvsnap_conformance"
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+class _Run(click.Command):
+    """A command that takes words of its own as options only: those for pytest stand after ``--``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; raise :class:`UsageError` for a word before ``--`` that belongs to no option."""
+        after = args[args.index("--") + 1 :] if "--" in args else []
+        rest = super().parse_args(ctx, args)
+        words = ctx.params.get("pytest_args", ())
+        if len(words) > len(after):
+            raise UsageError(
+                f"{words[0]!r} is no option of run",
+                cause="run takes options only; what is meant for pytest stands after --",
+                next_step="name a target with --target, a profile with --profile; see "
+                "`nvsnap-conformance run --help`",
+            )
+        return rest
+
+
+@click.command(cls=_Run, context_settings={"ignore_unknown_options": False})
 @click.option(
     "--target",
     "targets",
@@ -164,7 +182,7 @@ def run_pytest(options: list[str]) -> int:
         *("-c", str(_CONFIGURATION), f"--rootdir={root}", f"--confcutdir={root}"),
         *(str(folder) for folder in case_roots()),
     ]
-    whole = WholeRun()
+    whole = WholeRun(case_roots())
     status = int(pytest.main([*fixed, *options], plugins=[whole]))
     whole.require(status)
     # pytest's own codes have no place beside the suite's: what they say is said by one of these.

@@ -9,7 +9,8 @@ import pytest
 from nvsnap_conformance.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 _LIST = "`nvsnap-conformance list` shows the cases; plain `pytest --collect-only` collects them"
 _FIXTURES = "use plain pytest with this option in a checkout"
@@ -31,7 +32,9 @@ _INSTEAD: Mapping[str, tuple[str, str]] = {
 class WholeRun:
     """A pytest plugin: refuses options that run nothing, and tells whether the session got to its verdict."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Sequence[Path]) -> None:
+        """``roots`` are the folders of the shipped cases, which are all that a run collects."""
+        self._roots = {str(root) for root in roots}
         self._refusal: UsageError | None = None
         self._began = False
 
@@ -46,6 +49,14 @@ class WholeRun:
                     next_step=instead,
                 )
                 return pytest.ExitCode.USAGE_ERROR
+        others = [word for word in config.getoption("file_or_dir", ()) if word not in self._roots]
+        if others:
+            self._refusal = UsageError(
+                f"{others[0]!r} is no option of pytest, and a run collects no file but the shipped cases",
+                cause="it was given after --, or in PYTEST_ADDOPTS",
+                next_step="choose cases with --profile, or with -- -k EXPRESSION",
+            )
+            return pytest.ExitCode.USAGE_ERROR
         return None
 
     def pytest_sessionstart(self) -> None:

@@ -39,6 +39,18 @@ class Ranks(Protocol):
         """Serve again."""
 
 
+def not_imported(engine: Ranks, hooks: HooksSpec, deadline: Deadline) -> RankReply | None:
+    """Return the reply of a rank that cannot import ``hooks``, ``None`` where all can.
+
+    A method that no hooks have is asked for, so that none of theirs is run but the constructor.
+    """
+    for reply in engine.rpc("nvsnap_is_there", hooks=hooks, deadline=deadline):
+        error = reply.error or {}
+        if error.get("type") == "BadRequest" and "cannot be imported" in error.get("message", ""):
+            return reply
+    return None
+
+
 def unpaired_calls(engine: Ranks, hooks: HooksSpec, *, ranks: int, deadline: Deadline) -> list[Finding]:
     """Call restore on a serving engine, and prepare on a prepared one.
 

@@ -290,6 +290,11 @@ def inventory_of(reply: RankReply) -> dict[str, dict[str, Any]]:
     return {name: entry for name, entry in resources.items() if isinstance(entry, dict) and entry.get("live")}
 
 
+def is_snapshot(reply: RankReply) -> bool:
+    """Return whether a reply is an observer's: a table of resources, be it an empty one."""
+    return isinstance(reply.value, dict) and isinstance(reply.value.get("resources"), dict)
+
+
 def _stale(entry: dict[str, Any]) -> bool:
     """Return whether a group is unknown to torch (any more), or a workspace is over such a one."""
     return entry.get("registered") is False or bool(entry.get("stale_group"))

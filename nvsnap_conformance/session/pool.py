@@ -19,6 +19,7 @@ from nvsnap_conformance.engines.protocol import (
 )
 from nvsnap_conformance.errors import NvsnapError, TargetError
 from nvsnap_conformance.gpus import VISIBLE, Lease, lease
+from nvsnap_conformance.hooks import contract
 from nvsnap_conformance.hooks.injection import INJECT_PACKAGE, require_hooks
 from nvsnap_conformance.lifecycle import graphs
 from nvsnap_conformance.lifecycle.driver import OBSERVER
@@ -293,14 +294,13 @@ def require_imported(handle: EngineHandle, hooks: HooksSpec, deadline: Deadline)
     """
     if hooks.implementation.startswith(f"{INJECT_PACKAGE}."):
         return
-    for reply in handle.rpc("nvsnap_is_there", hooks=hooks, deadline=deadline):
-        message = (reply.error or {}).get("message", "")
-        if (reply.error or {}).get("type") == "BadRequest" and "cannot be imported" in message:
-            raise TargetError(
-                message,
-                cause=f"rank {reply.rank} of the engine could not import the module, or found no such class",
-                next_step="import it in the engine's interpreter, with [hooks] path on sys.path",
-            )
+    refused = contract.not_imported(handle, hooks, deadline)
+    if refused is not None:
+        raise TargetError(
+            (refused.error or {}).get("message", ""),
+            cause=f"rank {refused.rank} of the engine could not import the module, or found no such class",
+            next_step="import it in the engine's interpreter, with [hooks] path on sys.path",
+        )
 
 
 def resources_by_rank(replies: list[RankReply]) -> dict[int, dict[str, Any]]:

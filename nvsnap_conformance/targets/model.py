@@ -19,6 +19,7 @@ from nvsnap_conformance.errors import TargetError, UsageError
 from nvsnap_conformance.expectations import Expectation, Expectations
 from nvsnap_conformance.gpus import count_visible, sizes_for
 from nvsnap_conformance.hooks.injection import INJECT, Way
+from nvsnap_conformance.hooks.naming import is_implementation
 from nvsnap_conformance.models import FIXTURE_MODELS, check_model
 from nvsnap_conformance.suggest import did_you_mean
 from nvsnap_conformance.tomlfile import Environment, Flag, StrictModel, WorldSize, read_model
@@ -119,8 +120,7 @@ class HooksSection(StrictModel):
     @field_validator("source")
     @classmethod
     def _known_source(cls, value: str) -> str:
-        module, colon, name = value.partition(":")
-        if value in _HOOKS or (colon and module and name.isidentifier()):
+        if value in _HOOKS or is_implementation(value):
             return value
         raise ValueError(
             f"{value!r} is neither one of {', '.join(_HOOKS)} nor of the form package.module:Class"
@@ -395,8 +395,9 @@ def _check_paths(target: Target) -> None:
     where = f"the target file {target.file}"
     engine = target.engine
     if engine.python is not None and not engine.python.is_file():
+        what = "is no file" if engine.python.exists() else "does not exist"
         raise TargetError(
-            f"{where}: key 'engine.python': {engine.python} does not exist",
+            f"{where}: key 'engine.python': {engine.python} {what}",
             next_step="name the interpreter of an environment that has the engine, e.g. venv/bin/python",
         )
     if target.hooks.path is not None and not target.hooks.path.is_dir():

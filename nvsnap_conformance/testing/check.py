@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import HooksSpec, RequestFailed
-from nvsnap_conformance.errors import DeadlineExceeded
+from nvsnap_conformance.errors import DeadlineExceeded, UsageError
 from nvsnap_conformance.hooks import contract
 from nvsnap_conformance.lifecycle import accounting, report_form
-from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+from nvsnap_conformance.lifecycle.driver import OBSERVER, LifecycleDriver, Variant
 from nvsnap_conformance.lifecycle.trace import Verb
 from nvsnap_conformance.outcomes import Finding, finding
-from nvsnap_conformance.testing.ranks import REHEARSAL_OBSERVER, WORKER, RankGroup
+from nvsnap_conformance.testing.ranks import REHEARSAL_OBSERVER, WORKER, RankGroup, require_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -62,8 +63,18 @@ def check_hooks(
     ``worker``, ``observer`` and ``python`` are those of :class:`RankGroup`; ``options`` is passed to the
     class. ``seconds`` bounds each situation; hooks that do not answer by then break its clause with
     ``HOOKS:SILENT``. Every situation has a group of its own, so that none spoils another.
+
+    Raises :class:`UsageError` for what cannot be judged: arguments that :class:`RankGroup` refuses, a time
+    that is none, hooks that cannot be imported, an observer that does not see.
     """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise UsageError(
+            f"seconds={seconds!r} bounds nothing", next_step="give each situation a time above zero"
+        )
+    require_name("implementation", implementation)
     hooks = HooksSpec(implementation, path, dict(options or {}))
+    with RankGroup(ranks, worker=worker, observer=observer, path=path, python=python) as group:
+        _require_importable(group, hooks, observer, Deadline.after(seconds))
 
     def situation(drive: Callable[[RankGroup], dict[str, list[Finding]]], *clauses: str) -> None:
         with RankGroup(ranks, worker=worker, observer=observer, path=path, python=python) as group:
@@ -93,6 +104,38 @@ def check_hooks(
 
     situation(cycles, *CYCLE_CLAUSES)
     return HooksReport(findings)
+
+
+def _require_importable(group: RankGroup, hooks: HooksSpec, observer: HooksSpec, deadline: Deadline) -> None:
+    """Raise :class:`UsageError` where a rank cannot import the hooks, or its observer does not answer.
+
+    Neither is a finding against the hooks: of what was never run nothing is known.
+    """
+    try:
+        told = group.rpc("snapshot", hooks=OBSERVER, deadline=deadline)
+        blind = next((reply for reply in told if not accounting.is_snapshot(reply)), None)
+        if blind is not None:
+            raise UsageError(
+                f"the observer {observer.implementation} sees nothing on rank {blind.rank}: "
+                f"{(blind.error or {}).get('message') or blind.value!r}",
+                cause="it cannot be imported, fails with this worker, or returns no table of resources",
+                next_step="correct observer=, or leave it out for the rehearsal's own worker",
+            )
+    except (DeadlineExceeded, RequestFailed) as error:
+        raise UsageError(
+            f"the observer {observer.implementation} does not answer: {error}",
+            next_step="try its snapshot() by itself; the traceback, if any, is on stderr",
+        ) from error
+    try:
+        refused = contract.not_imported(group, hooks, deadline)
+    except (DeadlineExceeded, RequestFailed):
+        return  # a constructor that ends the rank, or never ends, is the hooks' own: each situation tells it
+    if refused is not None:
+        raise UsageError(
+            f"rank {refused.rank}: {(refused.error or {}).get('message')}",
+            cause="the module or the class has another name, or its import fails",
+            next_step="import it in that interpreter (python=), with path= on sys.path",
+        )
 
 
 CYCLE_CLAUSES = (

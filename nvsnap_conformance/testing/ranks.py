@@ -17,6 +17,7 @@ from nvsnap_conformance.engines.protocol import HooksSpec, RankReply, RequestFai
 from nvsnap_conformance.engines.vllm import parse_reply
 from nvsnap_conformance.errors import DeadlineExceeded, UsageError
 from nvsnap_conformance.hooks.injection import INJECT
+from nvsnap_conformance.hooks.naming import is_implementation
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ class RankGroup:
     ``worker`` is the ``module:Class`` of the workers, called with rank and size, ``observer`` what sees the
     resources that they hold; by default :class:`nvsnap_hooks.rehearsal.RehearsalWorker` and its own observer.
     ``path`` is a folder for ``sys.path``, ``python`` the interpreter to run in: an engine's own, where the
-    hooks import the engine. Raises :class:`UsageError` where a rank does not come up.
+    hooks import the engine. Raises :class:`UsageError` for what cannot be taken (a size below one, a name
+    that is not ``module:Class``, a ``path`` that is no folder, an interpreter that does not start), and where
+    a rank does not come up.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class RankGroup:
         path: Path | None = None,
         python: Path = Path(sys.executable),
     ) -> None:
+        _require_arguments(size, worker, observer, path)
         folders = [str(INJECT), *([str(path)] if path else [])]
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(folders)}
         # What the lifecycle's driver asks of an engine: its size, and its clock against ours.
@@ -60,6 +64,12 @@ class RankGroup:
                     )
                 )
             self._await_ranks(worker)
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"the interpreter {python} cannot be started: {error.strerror or error}",
+                next_step="name an interpreter that has the engine which the hooks import (python=)",
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -82,20 +92,26 @@ class RankGroup:
 
         The engine's observer is answered by the group's own. Raises :class:`DeadlineExceeded`, naming the
         ranks, where some do not answer in time, and :class:`RequestFailed` where one has ended, or an
-        exception has left the loader and ended it. The group is of no use after either.
+        exception has left the loader and ended it; the group is of no use after either. Raises
+        :class:`UsageError` for options or arguments that are not JSON.
         """
         chosen = self._observer if hooks == OBSERVER else hooks
         nonce = secrets.token_hex(16)
-        request = json.dumps(
-            {
-                "nonce": nonce,
-                "implementation": chosen.implementation,
-                "path": None if chosen.path is None else str(chosen.path),
-                "options": dict(chosen.options),
-                "method": method,
-                "arguments": arguments,
-            }
-        )
+        fields = {
+            "nonce": nonce,
+            "implementation": chosen.implementation,
+            "path": None if chosen.path is None else str(chosen.path),
+            "options": dict(chosen.options),
+            "method": method,
+            "arguments": arguments,
+        }
+        try:
+            request = json.dumps(fields, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"options of {chosen.implementation}, or arguments of {method}, are not JSON: {error}",
+                next_step="pass texts, numbers, true, false, null, and lists and tables of these",
+            ) from error
         return [parse_reply(json.loads(line), nonce) for line in self._exchange(method, request, deadline)]
 
     def quiesce(self, deadline: Deadline) -> None:
@@ -152,3 +168,31 @@ class RankGroup:
                 cause="its module cannot be imported in that interpreter, or its class takes no (rank, size)",
                 next_step="the traceback is on stderr",
             ) from error
+
+
+def _require_arguments(size: int, worker: str, observer: HooksSpec, path: Path | None) -> None:
+    """Raise :class:`UsageError` for the first argument that cannot be taken."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise UsageError(f"a group of {size!r} ranks cannot be made", next_step="ask for one rank or more")
+    for what, name in (("worker", worker), ("observer", observer.implementation)):
+        require_name(what, name)
+    for what, folder in (("path", path), ("the observer's path", observer.path)):
+        require_folder(what, folder)
+
+
+def require_name(what: str, name: str) -> None:
+    """Raise :class:`UsageError` where ``name`` is not of the form ``package.module:Class``."""
+    if not (isinstance(name, str) and is_implementation(name)):
+        raise UsageError(
+            f"the {what} {name!r} is not of the form package.module:Class",
+            next_step="name the class as it is imported, with a colon before the class",
+        )
+
+
+def require_folder(what: str, folder: Path | None) -> None:
+    """Raise :class:`UsageError` where ``folder`` is given and is none."""
+    if folder is not None and not Path(folder).is_dir():
+        raise UsageError(
+            f"{what}: {folder} is no folder",
+            next_step="name the folder that holds the package, as it would stand on sys.path",
+        )

@@ -108,10 +108,16 @@ def _instance(worker: Any, request: dict[str, Any], options: dict[str, Any]) -> 
             raise BadRequest(f"not an implementation: {implementation!r}; the form is module:Class")
         try:
             found = getattr(_module(module_name, request.get("path")), class_name)
-        except (ImportError, AttributeError) as error:
+        # A module may raise anything while it is imported, and one that ends the interpreter ends a rank.
+        except (Exception, SystemExit) as error:
             raise BadRequest(
-                f"{implementation} cannot be imported in the engine's interpreter: {error}"
+                f"{implementation} cannot be imported in the engine's interpreter: "
+                f"{type(error).__name__}: {error}"
             ) from error
+        if not callable(found):
+            raise BadRequest(
+                f"{implementation} cannot be imported in the engine's interpreter: {found!r} is not a class"
+            )
         _instances[key] = found(worker, options)
     return _instances[key]
 
