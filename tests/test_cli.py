@@ -356,6 +356,11 @@ def test_list_as_markdown_has_one_row_for_each() -> None:
     rows = call("list", "--format", "md").output.strip().splitlines()
     assert len(rows) == 2 + len(load_registry().clauses)
     assert len({row.count(" | ") for row in rows if "---" not in row}) == 1
+    sources = [row.rpartition(" | ")[2] for row in rows[2:]]
+    assert len(set(sources)) == len(sources)
+    for clause, source in zip(load_registry().order(), sources, strict=True):
+        for text in (clause.source.reference, clause.source.version or "", clause.source.url):
+            assert text.replace("|", "\\|") in source
     rows = call("list", "--mutants", "--format", "md").output.strip().splitlines()
     assert len(rows) == 2 + len(load_mutants().mutants)
 

@@ -31,6 +31,7 @@ def clause(identifier: str, extra: str = "") -> str:
         {extra}
         [clause.source]
         project = "example"
+        reference = "what it shows"
         url = "https://example.org/1"
         """)
 
@@ -176,3 +177,14 @@ def test_mutants_refuse_a_name_twice_and_the_name_all(tmp_path: Path) -> None:
 
 def test_every_shipped_clause_has_a_mutant() -> None:
     assert load_mutants().uncovered() == ()
+
+
+def test_each_source_says_what_it_shows_and_leads_to_a_place() -> None:
+    clauses = load_registry().order()
+    shown = [clause.source.reference for clause in clauses]
+    assert len(set(shown)) == len(shown)
+    for clause in clauses:
+        parts = clause.source.url.removeprefix("https://").rstrip("/").split("/")
+        assert parts[0] != "github.com" or len(parts) > 4, f"{clause.id}: a whole repository"
+        assert "tree" not in parts, f"{clause.id}: a whole folder"
+        assert "criu-dev" not in parts, f"{clause.id}: a branch that moves"

@@ -57,7 +57,7 @@ class Source(StrictModel):
 
     project: str
     version: str | None = None
-    reference: str | None = None
+    reference: str = Field(min_length=1)
     url: str = Field(pattern=r"^https://")
 
 

@@ -54,7 +54,7 @@ def _clauses(clauses: Sequence[Clause], catalogue: Catalogue, mutants: Mutants, 
                     f"{clause.min_world_size}+",
                     "<br>".join(f"`{case.nodeid}`" for case in catalogue.cases_of(clause.id)),
                     "<br>".join(f"`{mutant.name}`" for mutant in mutants.killers_of(clause.id)),
-                    f"[{clause.source.project}]({clause.source.url})",
+                    f"[{_project(clause)}]({clause.source.url}): {clause.source.reference}",
                 )
                 for clause in clauses
             ],
@@ -66,6 +66,7 @@ def _clauses(clauses: Sequence[Clause], catalogue: Catalogue, mutants: Mutants, 
         if clause.needs or clause.min_world_size > 1:
             needs = [*clause.needs, *([f"world size {clause.min_world_size}"] * (clause.min_world_size > 1))]
             lines.append(f"    needs: {', '.join(needs)}")
+        lines.append(f"    source: {_project(clause)}: {clause.source.reference} ({clause.source.url})")
         lines += [f"    case: {case.nodeid}" for case in catalogue.cases_of(clause.id)]
         killers = ", ".join(mutant.name for mutant in mutants.killers_of(clause.id)) or "none"
         lines.append(f"    mutants: {killers}")
@@ -82,6 +83,11 @@ def _clause_data(clause: Clause, catalogue: Catalogue, mutants: Mutants) -> dict
         "cases": [{"nodeid": c.nodeid, "line": c.line} for c in catalogue.cases_of(clause.id)],
         "mutants": [mutant.name for mutant in mutants.killers_of(clause.id)],
     }
+
+
+def _project(clause: Clause) -> str:
+    """Return the project that a clause's source lies in, with its version where one is stated."""
+    return " ".join(filter(None, (clause.source.project, clause.source.version)))
 
 
 def _memberships(clause: Clause) -> list[str]:
