@@ -97,12 +97,22 @@ def validate(
     try:
         return model.model_validate(data)
     except ValidationError as problem:
-        lines = [_explain(entry["loc"], entry["type"], entry["msg"]) for entry in problem.errors()]
+        told = problem.errors()
+        lines = [
+            _explain(entry["loc"], entry["type"], entry["msg"])
+            for entry in told
+            # A list with a wrong item counts as too short as well, for the item is left out of it.
+            if entry["type"] != "too_short" or not _has_below(told, entry["loc"])
+        ]
         unknown = next((e["loc"] for e in problem.errors() if e["type"] == "extra_forbidden"), None)
         raise error(
             f"{what} {path}: " + "; ".join(lines),
             next_step=did_you_mean(str(unknown[-1]), _keys(model, unknown[:-1])) if unknown else next_step,
         ) from None
+
+
+def _has_below(told: list[Any], loc: tuple[int | str, ...]) -> bool:
+    return any(len(e["loc"]) > len(loc) and e["loc"][: len(loc)] == loc for e in told)
 
 
 def _with_nul(data: Any, loc: tuple[int | str, ...] = ()) -> tuple[int | str, ...] | None:

@@ -131,6 +131,14 @@ def test_refuses_with_file_and_key(tmp_path: Path, change: tuple[str, str], word
     assert "Next step: " in message or "Did you mean" in message
 
 
+def test_a_wrong_item_is_told_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, BASE.replace("[claims]", "tensor_parallel = [0]\n[claims]", 1))
+    assert "engine.tensor_parallel[0]" in message
+    assert "at least 1 item" not in message
+    empty = refusal(tmp_path, BASE.replace("[claims]", "tensor_parallel = []\n[claims]", 1))
+    assert "at least 1 item" in empty
+
+
 @pytest.mark.parametrize("what", ["folder", "bytes", "missing", "long"])
 def test_an_unreadable_file_is_named_with_a_next_step(tmp_path: Path, what: str) -> None:
     path = tmp_path / ("x" * 300 if what == "long" else "mine.toml")

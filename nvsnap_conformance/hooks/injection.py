@@ -28,7 +28,8 @@ INJECT_PACKAGE = "nvsnap_hooks"
 PLUGIN_NAME = "nvsnap"
 """The name of our entry point; ``VLLM_PLUGINS`` chooses plugins by it."""
 
-_PROBE_SECONDS = 60.0
+_PROBE_SECONDS = 20.0
+"""Allowance of a probe, in seconds. An interpreter starts in 0.1 s, from a cold disk in a few."""
 
 _PROBE = """
 import importlib.util, json, sys
@@ -45,21 +46,57 @@ print("nvsnap-probe " + json.dumps({
 
 
 _FIND = """
-import importlib.util, json, sys
+import ast, importlib.util, json, sys
 path, name, attribute = sys.argv[1:]
+
+class Never:
+    # What is sure to hold of a module's own statements, from first to last.
+    def __init__(self):
+        self.gone = self.ends = None
+
+    def look(self, body):
+        for statement in body:
+            if isinstance(statement, ast.Raise):
+                self.ends = statement.lineno
+                return
+            used = {type(n.ctx) for n in ast.walk(statement) if getattr(n, "id", None) == attribute}
+            if isinstance(statement, ast.Delete) and ast.Del in used:
+                self.gone = "is deleted at line %d" % statement.lineno
+            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and ast.Store in used:
+                plain = isinstance(statement.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple))
+                alone = isinstance(statement, ast.AnnAssign) or all(
+                    isinstance(t, ast.Name) for t in statement.targets
+                )
+                what = "is no class but a value, at line %d" % statement.lineno
+                self.gone = what if plain and alone else None
+            else:
+                # Anything else that speaks of the name may bind it: a class, an import, a branch.
+                text = {getattr(n, f, None) for n in ast.walk(statement) for f in ("name", "asname", "id")}
+                self.gone = None if attribute in text or "*" in text else self.gone
+
 if path:
     sys.path.insert(0, path)
-found = {"module": None, "error": "", "attribute": True}
+found = {"module": None, "error": "", "attribute": True, "gone": ""}
 try:
     spec = importlib.util.find_spec(name)
     if spec is not None:
         found["module"] = spec.origin or str(spec.submodule_search_locations)
+        if spec.origin is None and spec.submodule_search_locations is not None:
+            # A folder without an __init__ holds modules and no class.
+            found["attribute"] = False
         code = spec.loader.get_code(name) if hasattr(spec.loader, "get_code") else None
         if code is not None:
             # Names that module code binds are among co_names, but for those that come in another way.
             dynamic = {"__getattr__", "globals", "locals", "vars", "setattr", "exec", "sys"}
             star = any(type(c) is tuple and "*" in c for c in code.co_consts)
             found["attribute"] = attribute in code.co_names or star or bool(dynamic & set(code.co_names))
+            source = spec.loader.get_source(name) if hasattr(spec.loader, "get_source") else None
+            never = Never()
+            if source is not None and not dynamic & set(code.co_names):
+                never.look(ast.parse(source).body)
+            found["gone"] = never.gone or ""
+            if never.ends:
+                found["error"] = "%s raises at line %d, whoever imports it" % (spec.origin, never.ends)
 except BaseException as error:
     found["error"] = f"{type(error).__name__}: {error}"
 print("nvsnap-probe " + json.dumps(found))
@@ -114,11 +151,14 @@ class Injection:
         """Start the interpreter ``command`` with ``env`` once and see that the loader reaches it (0.1 s).
 
         Raises :class:`TargetError`, naming the option, where it runs with ``-I``, ``-E`` or ``-S``, which
-        children by spawn inherit; and where it finds another loader. One that does not run Python code at all
-        is let pass: the engine's own start will fail, and its log says why.
+        children by spawn inherit; and where it finds another loader. One that runs no Python code, or not in
+        time, is let pass: the engine's own start will fail, and its log says why.
         """
         name = " ".join(command)
-        found = _probe(command, env)
+        try:
+            found = _probe(command, env)
+        except subprocess.TimeoutExpired:
+            return
         if found is None:
             return
         if found["flags"]:
@@ -147,24 +187,39 @@ def require_hooks(command: Sequence[str], env: Mapping[str, str], hooks: HooksSp
     """See that the interpreter ``command`` with ``env`` finds the module and the class of ``hooks``.
 
     The packages above the module are imported, the module itself is only compiled: it may import the engine.
-    Raises :class:`TargetError` where the module is not found or cannot be compiled, or binds no such name.
-    What is the loader's own is not looked for, and an interpreter that does not run is let pass: the engine's
-    start will fail, and its log says why.
+    Raises :class:`TargetError` where the module is not found or cannot be compiled, is sure to raise, or
+    binds no such class, and where those packages are not imported in time. An interpreter that does not
+    run is let pass: the engine's start will fail, and its log says why.
     """
     module, _, attribute = hooks.implementation.partition(":")
-    if module.partition(".")[0] == INJECT_PACKAGE:
-        return
-    found = _probe(command, env, _FIND, str(hooks.path or ""), module, attribute)
+    shipped = module.partition(".")[0] == INJECT_PACKAGE
+    path = INJECT if shipped else hooks.path
+    where = f"the engine's interpreter {' '.join(command)}"
+    try:
+        found = _probe(command, env, _FIND, str(path or ""), module, attribute)
+    except subprocess.TimeoutExpired as error:
+        raise TargetError(
+            f"the hooks {hooks.implementation} cannot be imported: {where} did not get to the module "
+            f"{module} within {_PROBE_SECONDS:.0f} s",
+            cause="a package above it waits for something when it is imported",
+            next_step=f"import {module.rpartition('.')[0] or module} in that interpreter by hand",
+        ) from error
     if found is None:
         return
-    where = f"the engine's interpreter {' '.join(command)}"
-    below = f", with {hooks.path} first on its path" if hooks.path else "; the target names no [hooks] path"
+    below = f", with {path} first on its path" if path else "; the target names no [hooks] path"
     if found["error"] or not found["module"]:
         raise TargetError(
             f"the hooks {hooks.implementation} cannot be imported: {where} does not get the module {module}",
             cause=(found["error"] or "it has no module of this name") + below,
             next_step="correct [hooks] source (package.module:Class), or set [hooks] path to the folder that "
             "holds the package",
+        )
+    if found["gone"]:
+        raise TargetError(
+            f"the hooks {hooks.implementation} cannot be imported: in {found['module']} {attribute} "
+            f"{found['gone']}",
+            cause="the class has another name, or is bound under a condition that does not hold",
+            next_step="correct [hooks] source (package.module:Class)",
         )
     if not found["attribute"]:
         raise TargetError(
@@ -189,6 +244,6 @@ def _probe(
         )
         line = next(row for row in done.stdout.splitlines() if row.startswith("nvsnap-probe "))
         found: dict[str, Any] = json.loads(line.partition(" ")[2])
-    except (OSError, subprocess.TimeoutExpired, StopIteration, ValueError):
+    except (OSError, StopIteration, ValueError):
         return None
     return found
