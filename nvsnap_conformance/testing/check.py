@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     from nvsnap_conformance.lifecycle.driver import CycleRecord
 
+OBSERVER_SECONDS = 60.0
+"""Allowance of the observer's first look, in seconds: it may import the engine, whatever hooks may take."""
+
 CYCLES = 2
 """One cycle shows what is forgotten, the second what is left over."""
 
@@ -112,7 +115,7 @@ def _require_importable(group: RankGroup, hooks: HooksSpec, observer: HooksSpec,
     Neither is a finding against the hooks: of what was never run nothing is known.
     """
     try:
-        told = group.rpc("snapshot", hooks=OBSERVER, deadline=deadline)
+        told = group.rpc("snapshot", hooks=OBSERVER, deadline=Deadline.after(OBSERVER_SECONDS))
         blind = next((reply for reply in told if not accounting.is_snapshot(reply)), None)
         if blind is not None:
             raise UsageError(

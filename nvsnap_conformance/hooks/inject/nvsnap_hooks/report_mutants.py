@@ -111,9 +111,9 @@ class MalformedEntries(ReferenceHooks):
 
     DIRTY: ClassVar[bool] = False
 
-    def restore(self) -> Report:
-        """Restore, and report in a form of its own."""
-        report = super().restore()
+    def prepare(self) -> Report:
+        """Prepare, and report in a form of its own."""
+        report = super().prepare()
         for entry in report["resources"]:
             entry["kind"] = [entry["kind"]]
             del entry["seconds"]
