@@ -276,3 +276,11 @@ def test_a_known_leak_does_not_cover_another() -> None:
         "RESIDUE:SHM@vllm_dist_cpushm",
         "RESIDUE:SHM@other",
     ]
+
+
+def test_a_process_that_has_ended_has_no_mounts() -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and a zombie still
+    assert mount_points(str(child.pid)) == ()
+    child.wait()
+    assert mount_points(str(child.pid)) == ()

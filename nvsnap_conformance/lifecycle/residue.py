@@ -7,6 +7,7 @@ Two users: :class:`HostSnapshot`, with which the suite audits itself, and
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -170,14 +171,23 @@ def _address(text: str, family: socket.AddressFamily) -> str:
 
 
 def mount_points(process: str = "self") -> tuple[str, ...]:
-    """Return ``MOUNT_POINT TYPE`` of every mount of a process's mount namespace, in mount order."""
-    with suppress(*_GONE):
-        found = []
-        for line in Path(f"/proc/{process}/mountinfo").read_text().splitlines():
-            words = line.split()
-            found.append(f"{words[4]} {words[words.index('-') + 1]}")
-        return tuple(found)
-    return ()
+    """Return ``MOUNT_POINT TYPE`` of every mount of a process's mount namespace, in mount order.
+
+    One that has ended has none; of a zombie the kernel says so by EINVAL.
+    """
+    try:
+        text = Path(f"/proc/{process}/mountinfo").read_text()
+    except _GONE:
+        return ()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return ()
+    found = []
+    for line in text.splitlines():
+        words = line.split()
+        found.append(f"{words[4]} {words[words.index('-') + 1]}")
+    return tuple(found)
 
 
 def _where_engines_mount(mount: str) -> bool:
