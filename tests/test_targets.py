@@ -219,6 +219,38 @@ def test_refuses_overlapping_expectations(tmp_path: Path) -> None:
     assert "two [[expect]] entries can match" in refusal(tmp_path, BASE + EXPECT * 2, ExpectationError)
 
 
+def test_targets_share_expectations(tmp_path: Path) -> None:
+    (tmp_path / "owned").mkdir()
+    (tmp_path / "owned" / "all.toml").write_text(EXPECT)
+    shared = 'expect_from = ["owned/all.toml"]\n'
+    own = EXPECT.replace("ORDER:OVERTAKEN", "ORDER:MISSING")
+    target = load_target(write(tmp_path, shared + BASE + own))
+    assert [entry.signature for entry in target.expect] == ["ORDER:OVERTAKEN", "ORDER:MISSING"]
+    # Overlaps are found across the files.
+    assert "two [[expect]] entries can match" in refusal(tmp_path, shared + BASE + EXPECT, ExpectationError)
+
+
+def test_shipped_expectations_have_names(tmp_path: Path) -> None:
+    target = load_target(write(tmp_path, 'expect_from = ["vllm"]\n' + BASE))
+    assert {entry.clause for entry in target.expect} == {"RPC-REPLY-IN-STEP", "ENGINE-LEAVES-NOTHING"}
+    with pytest.raises(TargetError, match="no shipped set of expectations is called 'vlm'") as caught:
+        load_target(write(tmp_path, 'expect_from = ["vlm"]\n' + BASE))
+    assert "Did you mean 'vllm'" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "does not exist"), ("", "expect"), ("name = 1\n" + EXPECT, "name")]
+)
+def test_a_bad_file_of_expectations_is_named(tmp_path: Path, text: str | None, told: str) -> None:
+    shared = tmp_path / "owned.toml"
+    if text is not None:
+        shared.write_text(text)
+    with pytest.raises(TargetError, match="the expectations file") as caught:
+        load_target(write(tmp_path, 'expect_from = ["owned.toml"]\n' + BASE))
+    assert str(shared) in str(caught.value)
+    assert told in str(caught.value)
+
+
 def test_unknown_names_offer_the_nearest_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="Did you mean 'vllm-cpu'"):
         load_target("vllmcpu")

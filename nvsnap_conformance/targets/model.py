@@ -240,8 +240,18 @@ class Oracle(StrictModel):
     expect: str = Field(min_length=1)
 
 
+class ExpectationsFile(StrictModel):
+    """Expected failures that several targets share."""
+
+    expect: tuple[Expectation, ...] = Field(min_length=1)
+
+
 class Target(StrictModel):
-    """A target file, validated. Paths in it are relative to the folder that holds it."""
+    """A target file, validated. Paths in it are relative to the folder that holds it.
+
+    ``expect`` are the target's own expected failures, after those of ``expect_from``: shipped sets by name
+    (``vllm``, ``vllm-own-hooks``), or files by path, as targets are named.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     engine: EngineSection
@@ -250,6 +260,7 @@ class Target(StrictModel):
     shim: ShimSection | None = None
     claims: ClaimsSection
     oracle: tuple[Oracle, ...] = ()
+    expect_from: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     expect: tuple[Expectation, ...] = ()
 
     _file: Path = PrivateAttr()
@@ -313,9 +324,26 @@ def load_target(name_or_path: str | Path) -> Target:
     return target
 
 
+def _shared_expectations(name: str, base: Path) -> tuple[Expectation, ...]:
+    """Return the entries of a shipped set, or of a file whose path is relative to ``base``."""
+    shipped = {path.stem: path for path in (_FOLDER / "expected").glob("*.toml")}
+    if not _is_path(name) and name not in shipped:
+        raise TargetError(
+            f"no shipped set of expectations is called {name!r}",
+            next_step=f"{did_you_mean(name, shipped)}; a file of your own is named by its path",
+        )
+    path = base / Path(name).expanduser() if _is_path(name) else shipped[name]
+    return read_model(path, ExpectationsFile, error=TargetError, what="the expectations file").expect
+
+
+def _is_path(text: str) -> bool:
+    """Whether a name is a path, and not that of something shipped."""
+    return "/" in text or text.endswith(".toml")
+
+
 def _find(name_or_path: str | Path) -> Path:
     text = str(name_or_path)
-    if isinstance(name_or_path, Path) or "/" in text or text.endswith(".toml"):
+    if isinstance(name_or_path, Path) or _is_path(text):
         return Path(text).expanduser().absolute()
     shipped = shipped_targets()
     if text not in shipped:
@@ -327,12 +355,13 @@ def _find(name_or_path: str | Path) -> Path:
 
 
 def _resolved(target: Target, path: Path) -> Target:
-    """Return ``target`` with its relative paths made absolute."""
+    """Return ``target`` with its relative paths made absolute, and the expectations that it shares."""
     base = path.parent
 
     def absolute(value: Path | None) -> Path | None:
         return None if value is None else base / value.expanduser()
 
+    shared = [_shared_expectations(name, base) for name in target.expect_from]
     engine = target.engine
     python, env = absolute(engine.python), dict(engine.env)
     if engine.python == Path(OWN_INTERPRETER):
@@ -344,6 +373,7 @@ def _resolved(target: Target, path: Path) -> Target:
         update={
             "engine": engine.model_copy(update={"python": python, "env": env, "model": model}),
             "hooks": target.hooks.model_copy(update={"path": absolute(target.hooks.path)}),
+            "expect": (*(entry for entries in shared for entry in entries), *target.expect),
             "shim": target.shim
             and target.shim.model_copy(
                 update={
