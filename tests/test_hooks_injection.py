@@ -83,17 +83,6 @@ def vendor(tmp_path: Path) -> Path:
     (package / "star.py").write_text("from acme.late import *\n")
     (package / "lazy.py").write_text("def __getattr__(name): return object\n")
     (package / "renamed.py").write_text("class Theirs: ...\nHooks = Theirs\n")
-    (package / "none.py").write_text("class Hooks: ...\nHooks = None\n")
-    (package / "typed.py").write_text("Hooks: type = 3\n")
-    (package / "deleted.py").write_text("class Hooks: ...\ndel Hooks\n")
-    (package / "exits.py").write_text("raise SystemExit(2)\n")
-    (package / "late_exit.py").write_text("class Hooks: ...\nraise SystemExit\n")
-    (package / "again.py").write_text("Hooks = None\nclass Hooks: ...\n")
-    (package / "tried.py").write_text(
-        "Hooks = None\ntry:\n    from acme.late import Hooks\nfinally:\n    pass\n"
-    )
-    (package / "starred.py").write_text("Hooks = None\nfrom acme.late import *\n")
-    (package / "kept.py").write_text("class Hooks: ...\nseen = {Hooks: 1}\ndel seen[Hooks]\n")
     (package / "space").mkdir()
     (package / "waits").mkdir()
     (package / "waits" / "__init__.py").write_text("import threading\nthreading.Event().wait()\n")
@@ -102,7 +91,7 @@ def vendor(tmp_path: Path) -> Path:
     return package.parent
 
 
-@pytest.mark.parametrize("source", ["late", "star", "lazy", "renamed", "again", "tried", "starred", "kept"])
+@pytest.mark.parametrize("source", ["late", "star", "lazy", "renamed"])
 def test_hooks_that_may_be_there_pass(vendor: Path, source: str) -> None:
     require_hooks([sys.executable], dict(os.environ), HooksSpec(f"acme.{source}:Hooks", vendor))
 
@@ -114,11 +103,6 @@ def test_hooks_that_may_be_there_pass(vendor: Path, source: str) -> None:
         ("acme.nope:Cls", "it has no module of this name"),
         ("acme.late:Hook", "late.py has no Hook"),
         ("acme.bad:Hooks", "SyntaxError"),
-        ("acme.none:Hooks", "Hooks is no class but a value, at line 2"),
-        ("acme.typed:Hooks", "Hooks is no class but a value, at line 1"),
-        ("acme.deleted:Hooks", "Hooks is deleted at line 2"),
-        ("acme.exits:Hooks", "exits.py raises at line 1"),
-        ("acme.late_exit:Hooks", "late_exit.py raises at line 2"),
         ("acme.space:Hooks", "has no Hooks"),
         ("nvsnap_hooks.nope:Hooks", "it has no module of this name"),
         ("nvsnap_hooks.reference:Nope", "has no Nope"),

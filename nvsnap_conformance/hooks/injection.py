@@ -46,37 +46,12 @@ print("nvsnap-probe " + json.dumps({
 
 
 _FIND = """
-import ast, importlib.util, json, sys
+import importlib.util, json, sys
 path, name, attribute = sys.argv[1:]
-
-class Never:
-    # What is sure to hold of a module's own statements, from first to last.
-    def __init__(self):
-        self.gone = self.ends = None
-
-    def look(self, body):
-        for statement in body:
-            if isinstance(statement, ast.Raise):
-                self.ends = statement.lineno
-                return
-            used = {type(n.ctx) for n in ast.walk(statement) if getattr(n, "id", None) == attribute}
-            if isinstance(statement, ast.Delete) and ast.Del in used:
-                self.gone = "is deleted at line %d" % statement.lineno
-            elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and ast.Store in used:
-                plain = isinstance(statement.value, (ast.Constant, ast.List, ast.Dict, ast.Tuple))
-                alone = isinstance(statement, ast.AnnAssign) or all(
-                    isinstance(t, ast.Name) for t in statement.targets
-                )
-                what = "is no class but a value, at line %d" % statement.lineno
-                self.gone = what if plain and alone else None
-            else:
-                # Anything else that speaks of the name may bind it: a class, an import, a branch.
-                text = {getattr(n, f, None) for n in ast.walk(statement) for f in ("name", "asname", "id")}
-                self.gone = None if attribute in text or "*" in text else self.gone
 
 if path:
     sys.path.insert(0, path)
-found = {"module": None, "error": "", "attribute": True, "gone": ""}
+found = {"module": None, "error": "", "attribute": True}
 try:
     spec = importlib.util.find_spec(name)
     if spec is not None:
@@ -90,13 +65,6 @@ try:
             dynamic = {"__getattr__", "globals", "locals", "vars", "setattr", "exec", "sys"}
             star = any(type(c) is tuple and "*" in c for c in code.co_consts)
             found["attribute"] = attribute in code.co_names or star or bool(dynamic & set(code.co_names))
-            source = spec.loader.get_source(name) if hasattr(spec.loader, "get_source") else None
-            never = Never()
-            if source is not None and not dynamic & set(code.co_names):
-                never.look(ast.parse(source).body)
-            found["gone"] = never.gone or ""
-            if never.ends:
-                found["error"] = "%s raises at line %d, whoever imports it" % (spec.origin, never.ends)
 except BaseException as error:
     found["error"] = f"{type(error).__name__}: {error}"
 print("nvsnap-probe " + json.dumps(found))
@@ -187,9 +155,10 @@ def require_hooks(command: Sequence[str], env: Mapping[str, str], hooks: HooksSp
     """See that the interpreter ``command`` with ``env`` finds the module and the class of ``hooks``.
 
     The packages above the module are imported, the module itself is only compiled: it may import the engine.
-    Raises :class:`TargetError` where the module is not found or cannot be compiled, is sure to raise, or
-    binds no such class, and where those packages are not imported in time. An interpreter that does not
-    run is let pass: the engine's start will fail, and its log says why.
+    Raises :class:`TargetError` where the module is not found or cannot be compiled, or speaks of no such
+    name, and where those packages are not imported in time. What only its import can tell is told by the
+    engine's workers. An interpreter that does not run is let pass: the engine's start will fail, and its log
+    says why.
     """
     module, _, attribute = hooks.implementation.partition(":")
     shipped = module.partition(".")[0] == INJECT_PACKAGE
@@ -213,13 +182,6 @@ def require_hooks(command: Sequence[str], env: Mapping[str, str], hooks: HooksSp
             cause=(found["error"] or "it has no module of this name") + below,
             next_step="correct [hooks] source (package.module:Class), or set [hooks] path to the folder that "
             "holds the package",
-        )
-    if found["gone"]:
-        raise TargetError(
-            f"the hooks {hooks.implementation} cannot be imported: in {found['module']} {attribute} "
-            f"{found['gone']}",
-            cause="the class has another name, or is bound under a condition that does not hold",
-            next_step="correct [hooks] source (package.module:Class)",
         )
     if not found["attribute"]:
         raise TargetError(
