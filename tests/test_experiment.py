@@ -336,13 +336,6 @@ class TakenAlong(StandInApparatus):
         return super().start(plan, arm, *rest)
 
 
-def test_arms_that_the_driver_may_lose_are_no_neighbours_of_others(tmp_path: Path) -> None:
-    apparatus = TakenAlong()
-    record = experiment(tmp_path / "run", apparatus, names=("A", "E", "D", "J"), at_once=2).run()
-    assert record.experiment is not None
-    assert [set(group.arms) for group in record.experiment.settling] == [{"E", "J"}, {"A", "D"}]
-
-
 def test_what_a_neighbour_may_have_done_is_unknown_and_runs_again_alone(tmp_path: Path) -> None:
     apparatus = TakenAlong("S")
     record = experiment(tmp_path / "run", apparatus, names=("S", "D", "P"), at_once=3).run()

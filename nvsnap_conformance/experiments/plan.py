@@ -53,15 +53,6 @@ class Arm(StrictModel):
         """The levels alone."""
         return Factors(**{name: getattr(self, name) for name in FACTORS})
 
-    @property
-    def may_be_lost(self) -> bool:
-        """Whether it leaves something between GPUs alive, so that the driver may lose its processes."""
-        return (
-            self.nccl in {Nccl.LIVE, Nccl.SUSPENDED}
-            or self.custom_all_reduce in {CustomAllReduce.LIVE, CustomAllReduce.CLOSED_BY_ENGINE}
-            or self.flashinfer_workspace is FlashInferWorkspace.LIVE
-        )
-
     def teardown(self) -> dict[str, str]:
         """Return the hooks' option ``teardown``: what they are to take down, and how.
 

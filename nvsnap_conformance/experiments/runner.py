@@ -96,7 +96,7 @@ class Experiment:
         if self.bandwidth and left:
             self._measure()
         baseline = self.apparatus.memory.of_devices()
-        groups = self._groups(left)
+        groups = [left[first : first + self.at_once] for first in range(0, len(left), self.at_once)]
         try:
             while groups:
                 if deadline is not None and deadline.expired:
@@ -108,14 +108,6 @@ class Experiment:
             self._write("aborted")
             raise
         return self._write("complete" if all(self._decided(arm) for arm in self.chosen) else "aborted")
-
-    def _groups(self, arms: Sequence[Arm]) -> list[list[Arm]]:
-        """Return who runs beside whom: those that the driver may lose not beside those that it must not."""
-        groups: list[list[Arm]] = []
-        for kind in (False, True):
-            alike = [arm for arm in arms if arm.may_be_lost is kind]
-            groups += [alike[first : first + self.at_once] for first in range(0, len(alike), self.at_once)]
-        return groups
 
     def _group(self, arms: Sequence[Arm], baseline: dict[str, int] | None) -> list[Arm]:
         """Run ``arms`` side by side and see the GPU memory back where it was; return who runs again."""
