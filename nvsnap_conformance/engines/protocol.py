@@ -33,6 +33,17 @@ class HooksSpec:
     path: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def request(self, method: str, arguments: Mapping[str, Any], *, nonce: str) -> dict[str, Any]:
+        """Return what the loader takes to have these hooks answer ``method``; each rank echoes ``nonce``."""
+        return {
+            "nonce": nonce,
+            "implementation": self.implementation,
+            "path": None if self.path is None else str(self.path),
+            "options": dict(self.options),
+            "method": method,
+            "arguments": dict(arguments),
+        }
+
 
 @dataclass(frozen=True)
 class LaunchConfig:

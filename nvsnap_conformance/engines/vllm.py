@@ -195,14 +195,7 @@ class VllmHandle:
         there leaves replies in its queues, and every later one would be stale.
         """
         nonce = secrets.token_hex(16)
-        request = {
-            "nonce": nonce,
-            "implementation": hooks.implementation,
-            "path": None if hooks.path is None else str(hooks.path),
-            "options": dict(hooks.options),
-            "method": method,
-            "arguments": arguments,
-        }
+        request = hooks.request(method, arguments, nonce=nonce)
         results = self.raw_rpc("nvsnap_rpc", deadline=deadline, args=[request])
         return [parse_reply(result, nonce) for result in results]
 

@@ -97,16 +97,8 @@ class RankGroup:
         """
         chosen = self._observer if hooks == OBSERVER else hooks
         nonce = secrets.token_hex(16)
-        fields = {
-            "nonce": nonce,
-            "implementation": chosen.implementation,
-            "path": None if chosen.path is None else str(chosen.path),
-            "options": dict(chosen.options),
-            "method": method,
-            "arguments": arguments,
-        }
         try:
-            request = json.dumps(fields, allow_nan=False)
+            request = json.dumps(chosen.request(method, arguments, nonce=nonce), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(
                 f"options of {chosen.implementation}, or arguments of {method}, are not JSON: {error}",
