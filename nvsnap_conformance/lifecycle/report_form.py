@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nvsnap_conformance.outcomes import Finding, finding
 
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 
 STATES = {"before": "serving", "prepared": "prepared", "after": "serving"}
 """The state in which hooks are at each moment of a cycle."""
+
+
+class Entry(BaseModel):
+    """One resource in a report; ``seconds`` is how long it took. A report may say more."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    name: str = Field(min_length=1)
+    kind: str = Field(min_length=1)
+    outcome: str
+    detail: str
+    seconds: float = Field(ge=0, allow_inf_nan=False)
 
 
 def check_form(replies: list[RankReply], *, verb: str, reached: str) -> list[Finding]:
@@ -81,26 +94,13 @@ def check_status(statuses: Mapping[str, list[RankReply]]) -> list[Finding]:
 
 def _wrong(entry: Any) -> str:
     """Return what is wrong with a report's entry, by key; empty where nothing is."""
-    if not isinstance(entry, dict):
-        return "is no table"
-    wrong = [
-        f"no key {key!r}" for key in ("name", "kind", "outcome", "detail", "seconds") if key not in entry
-    ]
-    wrong += [
-        f"{key} is {entry[key]!r}, not a text"
-        for key in ("name", "kind", "outcome", "detail")
-        if key in entry and not isinstance(entry[key], str)
-    ]
-    wrong += [f"{key} is empty" for key in ("name", "kind") if entry.get(key) == ""]
-    if "seconds" in entry and not _is_duration(entry["seconds"]):
-        wrong.append(f"seconds is {entry['seconds']!r}, not a duration")
-    return ", ".join(wrong)
-
-
-def _is_duration(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    )
+    try:
+        Entry.model_validate(entry)
+    except ValidationError as error:
+        return ", ".join(
+            f"{'.'.join(map(str, each['loc'])) or 'it'}: {each['msg']}" for each in error.errors()
+        )
+    return ""
 
 
 def _of(reply: RankReply, what: str, signature: str) -> Finding:
