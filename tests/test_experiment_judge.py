@@ -114,7 +114,7 @@ def _pairs(factor: str, arms: Sequence[ArmRecord], *, alone: bool) -> list[Pair]
 
 def arms(*, unknown: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[ArmRecord]:
     """Return the measured outcomes as records."""
-    from tests.test_experiment import MEASURED, as_record
+    from tests.experiment_runs import MEASURED, as_record
 
     return [
         as_record(arm, ArmOutcome.UNKNOWN if arm.name in unknown else MEASURED[arm.name])
