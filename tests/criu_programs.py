@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C.UTF-8"}
 PORT = 8100
 
-# Holds a number that nobody else knows, and counts; answers "NUMBER COUNT MONOTONIC" to every connection.
+# Holds a number that nobody else knows, and counts; answers "NUMBER COUNT MONOTONIC" to every connection. The
+# sleep only keeps the count from taking a core: nothing waits for it.
 COUNTER = f"""
 import fcntl, os, secrets, signal, socket, threading, time
 secret = secrets.token_hex(8)

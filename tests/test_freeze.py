@@ -22,7 +22,8 @@ from nvsnap_conformance.processes import ProcessId
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A root with a thread, a child in a session of its own, and its child: each counts in a file.
+# A root with a thread, a child in a session of its own, and its child: each counts in a file. The sleep only
+# keeps them from taking all cores: nothing waits for it.
 TREE = """
 import os, signal, threading, time
 def count(name):
