@@ -303,6 +303,13 @@ class ComparesWithItself(Judge):
         return [same_tokens(seen.cycle.after[0], answers) for answers in seen.cycle.after]
 
 
+class NamesNoLoggedError(Judge):
+    """Says that ranks are gone, and not of what."""
+
+    def logged_error(self, seen: ArmObservation) -> str | None:
+        return None
+
+
 @dataclass(frozen=True)
 class Situation:
     """An arm of the shipped plan with one thing gone wrong, and what has to be said of it."""
@@ -329,11 +336,12 @@ SITUATIONS = (
               mutants=(StopsAtCheckpoint,)),
     Situation("a peer's memory mapped", "C", _O.LOST, "restore", "CUDA_ERROR_INVALID_VALUE",
               mutants=(StopsAtCheckpoint,)),
-    Situation("graphs with stale addresses", "Q", _O.WRONG, "answers", mutants=(ComparesWithItself,)),
+    Situation("graphs with stale addresses", "Q", _O.LOST, "answers", "cudaErrorIllegalAddress",
+              mutants=(NamesNoLoggedError,)),
     Situation("wrong the second time", "E", _O.WRONG, "answers", engine=WrongSecondTime,
               mutants=(FirstRepeatOnly,)),
     Situation("wrong on one prompt", "E", _O.WRONG, "answers", engine=WrongLastPrompt,
-              mutants=(FirstPromptOnly,)),
+              mutants=(FirstPromptOnly, ComparesWithItself)),
     Situation("never the same twice", "E", _O.UNKNOWN, "control", engine=Unstable,
               mutants=(NoControl, UnknownIsRight)),
     Situation("a workspace that never was", "E", _O.UNKNOWN, "start", engine=NoWorkspace,

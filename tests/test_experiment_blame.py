@@ -70,10 +70,11 @@ def test_the_order_of_the_arms_does_not_matter(
             frozenset((p.one, p.other)) for p in other.pairs
         }
     first, second = blame.answer(arms), blame.answer(shuffled)
-    assert (first.checkpointable, first.workspace, first.workspace_alone) == (
+    assert (first.checkpointable, first.workspace, first.workspace_alone, first.kept_graphs) == (
         second.checkpointable,
         second.workspace,
         second.workspace_alone,
+        second.kept_graphs,
     )
 
 
@@ -86,6 +87,7 @@ def test_a_yes_needs_a_witness_on_both_sides(drawn: tuple[list[Factors], list[Ar
         assert {outcome[name] is ArmOutcome.RIGHT for name in answer.witnesses} == {True, False}
     if not any(arm.outcome.decided for arm in arms):
         assert answer.checkpointable == answer.workspace == answer.workspace_alone == "not shown"
+        assert answer.kept_graphs == "not shown"
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,22 @@ def test_the_answer(found: dict[str, str], checkpointable: str, workspace: str, 
         workspace,
         alone,
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "kept"),
+    [
+        ({"Q": "lost-at-restore", "T": "right"}, "can be lost"),
+        ({"Q": "wrong-tokens", "T": "right", "J": "right", "R": "right"}, "can be lost"),
+        ({"J": "right", "R": "right"}, "no difference seen"),
+        ({"J": "right", "R": "hang"}, "no difference seen"),
+        ({"P": "lost-at-restore", "S": "lost-at-restore"}, "not shown"),
+        ({"Q": "lost-at-restore", "R": "right"}, "not shown"),
+        ({"Q": "unknown", "T": "right"}, "not shown"),
+    ],
+)
+def test_kept_graphs_are_compared_with_dropped_ones_alone(found: dict[str, str], kept: str) -> None:
+    arms = [as_record(arm, ArmOutcome(found[arm.name])) for arm in PLAN.select(tuple(found))]
+    answer = blame.answer(arms)
+    assert answer.kept_graphs == kept
+    assert ("(Q/T)" in answer.statement) == (kept == "can be lost")

@@ -105,7 +105,7 @@ def test_a_bad_end_counts_where_it_comes_alone_too(tmp_path: Path) -> None:
     assert record.experiment is not None
     assert {arm.name: (arm.outcome, arm.attempt) for arm in record.experiment.arms} == {
         "E": (ArmOutcome.RIGHT, 1),
-        "Q": (ArmOutcome.WRONG, 2),
+        "Q": (ArmOutcome.LOST, 2),
     }
     assert [group.arms for group in record.experiment.settling] == [["E", "Q"], ["Q"]]
 

@@ -270,6 +270,16 @@ class EngineProcess:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 256 * 1024))
             return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
 
+    def log_position(self) -> int:
+        """Return how much the engine has logged, in bytes."""
+        return self.log_path.stat().st_size
+
+    def log_since(self, position: int) -> str:
+        """Return what was logged after ``position`` (bytes; at most the last 4 MiB of it are read)."""
+        with self.log_path.open("rb") as file:
+            file.seek(max(position, file.seek(0, os.SEEK_END) - (4 << 20)))
+            return file.read().decode(errors="replace")
+
     def inside(self, path: Path) -> Path:
         """Return a path below ``home_outside`` as the engine sees it; other paths are the same for both."""
         return _moved(path, self.home_outside, self.home_inside)

@@ -93,6 +93,7 @@ def answer(arms: Sequence[ArmRecord]) -> Answer:
     saved = [arm for arm in whole if arm.outcome is RIGHT]
     workspace, freed = _workspace(arms)
     alone, only = _alone(decided)
+    graphs, dropped = _kept_graphs(arms)
     witnesses = [*dict.fromkeys(arm.name for arm in (*saved, *stock))]
     checkpointable: Literal["yes", "no", "not shown"]
     if saved and stock and not any(arm.outcome is RIGHT for arm in stock):
@@ -120,10 +121,17 @@ def answer(arms: Sequence[ArmRecord]) -> Answer:
         "not enough": f" Freeing it alone, with NCCL and custom all-reduce live, is not enough ({only}).",
         "not shown": "",
     }[alone]
+    text += {
+        "can be lost": " Captured graphs may have to go too: kept they did not come back right where dropped "
+        f"and captured again they did ({dropped}).",
+        "no difference seen": "",
+        "not shown": "",
+    }[graphs]
     return Answer(
         checkpointable=checkpointable,
         workspace=workspace,
         workspace_alone=alone,
+        kept_graphs=graphs,
         statement=text,
         witnesses=witnesses,
     )
@@ -186,6 +194,21 @@ def _alone(decided: Sequence[ArmRecord]) -> tuple[Literal["enough", "not enough"
     if not only:
         return "not shown", ""
     return ("enough" if all(arm.outcome is RIGHT for arm in only) else "not enough"), _names(only)
+
+
+def _kept_graphs(
+    arms: Sequence[ArmRecord],
+) -> tuple[Literal["can be lost", "no difference seen", "not shown"], str]:
+    """Compare captured graphs kept and dropped, where nothing else differs and one of the two came back."""
+    told = [
+        pair
+        for pair in pairs_of("cuda_graphs", arms)
+        if set(pair.levels) == {"kept", "dropped"} and RIGHT in pair.outcomes
+    ]
+    lost = [pair for pair in told if _outcome_at(pair, "kept") is not RIGHT]
+    if lost:
+        return "can be lost", _names_of(lost)
+    return ("no difference seen" if told else "not shown"), ""
 
 
 def _names(arms: Sequence[ArmRecord]) -> str:

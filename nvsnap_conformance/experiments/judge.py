@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.experiments.premise import launched_otherwise, torn_down_otherwise
 from nvsnap_conformance.experiments.record import ArmOutcome, Factors, MemoryReading
+from nvsnap_conformance.lifecycle.log_errors import device_errors_in
 from nvsnap_conformance.lifecycle.provenance import check_is_restore
 from nvsnap_conformance.lifecycle.trace import Verb
 from nvsnap_conformance.outcomes import Outcome
@@ -58,7 +59,7 @@ class ArmObservation:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The outcome of an arm, where it ended, the driver's error by name, and why in one sentence."""
+    """The outcome of an arm, where it ended, the error by name, and why in one sentence."""
 
     outcome: ArmOutcome
     phase: str | None
@@ -182,9 +183,8 @@ class Judge:
             if seen.diagnosis is not None and seen.diagnosis.outcome is Outcome.HANG:
                 return Judgement(ArmOutcome.HANG, ANSWERS, None, seen.diagnosis.paragraph)
             if seen.lost:
-                return Judgement(
-                    ArmOutcome.LOST, ANSWERS, None, f"ranks {seen.lost} are gone: {cycle.broken}"
-                )
+                reason = f"ranks {seen.lost} are gone: {cycle.broken}"
+                return Judgement(ArmOutcome.LOST, ANSWERS, self.logged_error(seen), reason)
             return _unknown(ANSWERS, f"the engine did not answer: {cycle.broken}")
         if len(cycle.after) < REPEATS:
             return _unknown(ANSWERS, f"{len(cycle.after)} of {REPEATS} answers were taken afterwards")
@@ -197,6 +197,11 @@ class Judge:
                 ArmOutcome.WRONG, ANSWERS, None, f"repeats {wrong} have other tokens than before"
             )
         return Judgement(ArmOutcome.RIGHT, None, None, f"the same tokens as before, {len(equal)} times")
+
+    def logged_error(self, seen: ArmObservation) -> str | None:
+        """Return the first error of the device that was logged since the cycle began."""
+        assert seen.cycle is not None
+        return next(iter(device_errors_in(seen.cycle.logged)), None)
 
     def stranger(self, seen: ArmObservation) -> str:
         """Say why what answers is not the engine that was checkpointed, empty where it is."""

@@ -128,7 +128,9 @@ class ArmRecord(_Part):
     factors: Factors
     outcome: ArmOutcome
     phase: str | None = Field(description="where it ended: start, control, a verb, or answers")
-    error: str | None = Field(description="the driver's name of the error, e.g. CUDA_ERROR_NOT_SUPPORTED")
+    error: str | None = Field(
+        description="the driver's name of the error, e.g. CUDA_ERROR_NOT_SUPPORTED, or the one logged"
+    )
     reason: str
     rank_errors: dict[str, str] = Field(default_factory=dict, description="the driver's answer for each rank")
     lost_ranks: list[int] = Field(default_factory=list, description="ranks whose process was gone afterwards")
@@ -191,6 +193,10 @@ class Answer(_Part):
     )
     workspace: Literal["must go", "no difference seen", "not shown"]
     workspace_alone: Literal["enough", "not enough", "not shown"]
+    kept_graphs: Literal["can be lost", "no difference seen", "not shown"] = Field(
+        default="not shown",
+        description="whether captured graphs that are kept can be what does not come back",
+    )
     statement: str
     witnesses: list[str]
 

@@ -136,7 +136,7 @@ class Experiment:
         again: list[Arm] = []
         for arm, record in zip(arms, records, strict=True):
             beside = ", ".join(other.name for other in arms if other is not arm)
-            if not beside or record.error or record.outcome not in _DOUBTFUL:
+            if not beside or record.rank_errors or record.outcome not in _DOUBTFUL:
                 continue
             if record.outcome.decided:
                 self._keep(

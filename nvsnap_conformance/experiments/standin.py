@@ -3,8 +3,8 @@
 Their physics is what was measured on two H200 (driver 580.159.04, vLLM 0.31.0, TP=2; docs/evidence): with a
 live FlashInfer workspace or NCCL over peer-to-peer the checkpoint succeeds and the restore answers
 NOT_SUPPORTED, with a mapping of a peer's memory by CUDA IPC INVALID_VALUE, and the processes are lost;
-destroying NCCL under a captured graph that holds its collective never returns. One thing is assumed: graphs
-that hold a custom all-reduce which was closed and made again compute with addresses that are not theirs.
+destroying NCCL under a captured graph that holds its collective never returns; graphs that hold a custom
+all-reduce which was closed and made again read addresses that are no longer theirs, which ends the engine.
 """
 
 # ruff: noqa: ARG002 - the interfaces are the suite's, and a stand-in waits for nothing
@@ -62,6 +62,8 @@ NOT_SUPPORTED = ("CUDA_ERROR_NOT_SUPPORTED", 801)
 INVALID_VALUE = ("CUDA_ERROR_INVALID_VALUE", 1)
 ILLEGAL_STATE = ("CUDA_ERROR_ILLEGAL_STATE", 401)
 
+ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered (cudaErrorIllegalAddress)"
+
 _pids = itertools.count(4_300_000)
 """Above the largest pid that Linux gives (4194304), so that no stand-in is ever taken for a process."""
 
@@ -99,6 +101,15 @@ class StandInProcess:
     def __init__(self, ranks: list[RankState]) -> None:
         self._ranks = ranks
         self.closed = False
+        self.log = ""
+
+    def log_position(self) -> int:
+        """Return how much was logged."""
+        return len(self.log)
+
+    def log_since(self, position: int) -> str:
+        """Return what was logged since."""
+        return self.log[position:]
 
     def tree(self) -> list[ProcessId]:
         """Return the living ranks."""
@@ -158,10 +169,13 @@ class StandInEngine:
         return Health.SERVING if all(rank.alive for rank in self.state) else Health.UNHEALTHY
 
     def generate(self, prompts: Sequence[str], *, max_tokens: int, deadline: Deadline) -> list[Completion]:
-        """Answer each prompt with tokens that follow from it, and other ones once a rank computes wrongly."""
+        """Answer each prompt with tokens that follow from it; a rank that replays stale graphs is lost."""
+        for rank in self.state:
+            if not rank.addresses_hold:
+                self.process.log += f"{ILLEGAL_ADDRESS}\n"
+                rank.alive = False
         self._require_all("a completion")
-        wrong = any(not rank.addresses_hold for rank in self.state)
-        return [self._complete(prompt, max_tokens, wrong=wrong) for prompt in prompts]
+        return [self._complete(prompt, max_tokens) for prompt in prompts]
 
     def submit(self, prompt: str, *, max_tokens: int, deadline: Deadline) -> Future[Completion]:
         """Answer at once."""
@@ -283,9 +297,8 @@ class StandInEngine:
         graphs = {"state": "captured", "wanted": 3, "captured": 3, "problem": None}
         return {"state": "serving", "problem": None, "graphs": graphs}
 
-    def _complete(self, prompt: str, number: int, *, wrong: bool) -> Completion:
-        seed = f"{prompt}{'!' if wrong else ''}".encode()
-        words = (hashlib.sha256(seed + bytes([index])).digest() for index in range(number))
+    def _complete(self, prompt: str, number: int) -> Completion:
+        words = (hashlib.sha256(prompt.encode() + bytes([index])).digest() for index in range(number))
         tokens = tuple(int.from_bytes(word[:2], "big") % 1000 for word in words)
         return Completion(prompt, tokens, tuple(-0.5 for _ in tokens), " ".join(map(str, tokens)))
 

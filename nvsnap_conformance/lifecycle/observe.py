@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.deadline import Deadline
-from nvsnap_conformance.engines.protocol import EngineHandle, RequestFailed
+from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RequestFailed
 from nvsnap_conformance.errors import NvsnapError
 from nvsnap_conformance.lifecycle import graphs
+from nvsnap_conformance.lifecycle.log_errors import device_errors_in
 from nvsnap_conformance.lifecycle.oracle import Answers, take_answers
 from nvsnap_conformance.lifecycle.provenance import RankIdentity, plant_nonces, take_identities
 from nvsnap_conformance.lifecycle.trace import Verb
@@ -34,7 +35,11 @@ class Diagnosis:
 
 @dataclass
 class CycleObservation:
-    """Everything that the checks over one cycle need. ``after`` holds the answers of each repeat."""
+    """Everything that the checks over one cycle need.
+
+    ``after`` holds the answers of each repeat, ``logged`` what the engine logged from the cycle's begin to
+    the last of them.
+    """
 
     record: CycleRecord
     replaces_processes: bool
@@ -45,6 +50,7 @@ class CycleObservation:
     identities: list[RankIdentity] = field(default_factory=list)
     broken: str | None = None
     diagnosis: Diagnosis | None = None
+    logged: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the observation as JSON values, for the run record."""
@@ -54,6 +60,7 @@ class CycleObservation:
             "after": [answers.as_json() for answers in self.after],
             "identities": [identity.as_json() for identity in self.identities],
             "broken": self.broken,
+            "device_errors": device_errors_in(self.logged),
         }
 
 
@@ -81,21 +88,29 @@ def observe_cycle(
         planted=plant_nonces(engine, deadline),
         before=take_identities(engine, deadline),
     )
+    position = engine.process.log_position()
     observation.record = driver.run(variant, deadline)
     failure = observation.record.failure
-    if failure is not None:
-        if failure.timed_out and diagnose is not None:
-            observation.diagnosis = diagnose(f"{failure.verb} did not end: {failure.message}")
-        return observation
+    if failure is None:
+        _take_after(observation, engine, driver.hooks, repeats, deadline)
+    elif failure.timed_out and diagnose is not None:
+        observation.diagnosis = diagnose(f"{failure.verb} did not end: {failure.message}")
+    observation.logged = engine.process.log_since(position)
+    return observation
+
+
+def _take_after(
+    observation: CycleObservation, engine: EngineHandle, hooks: HooksSpec, repeats: int, deadline: Deadline
+) -> None:
+    """Take what the engine answers and holds after its cycle, into ``observation``."""
     try:
         if graphs.deferred(observation.record.replies.get(Verb.REBUILD, ())):
-            graphs.capture_all(engine, driver.hooks, deadline=deadline)
+            graphs.capture_all(engine, hooks, deadline=deadline)
         for _ in range(repeats):
             observation.after.append(take_answers(engine, deadline))
         observation.identities = take_identities(engine, deadline)
     except (RequestFailed, NvsnapError) as error:
         observation.broken = f"{type(error).__name__}: {error}"
-    return observation
 
 
 def check_completed(observation: CycleObservation) -> list[Finding]:

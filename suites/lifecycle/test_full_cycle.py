@@ -9,6 +9,7 @@ import pytest
 from nvsnap_conformance.checkpoint.freeze import check_all_stopped
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.lifecycle import oracle
+from nvsnap_conformance.lifecycle.log_errors import check_log
 from nvsnap_conformance.lifecycle.observe import check_completed
 from nvsnap_conformance.lifecycle.provenance import check_is_restore, check_weights
 from nvsnap_conformance.lifecycle.trace import check_order
@@ -71,6 +72,12 @@ def test_what_came_back_is_the_same_engine(cycle: CycleObservation) -> None:
 def test_weights_are_unchanged(cycle: CycleObservation) -> None:
     """A checksum over every rank's weights, packed ones included, is what it was."""
     require(check_completed(cycle) + check_weights(cycle.before, cycle.identities))
+
+
+@pytest.mark.clause("LIFE-LOG-CLEAN")
+def test_no_device_error_is_logged(cycle: CycleObservation) -> None:
+    """From prepare to the last answer the engine's log names no error of CUDA or NCCL."""
+    require(check_completed(cycle) + check_log(cycle.logged))
 
 
 @pytest.mark.clause("LIFE-REPEATS")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -226,6 +227,18 @@ class SecondCycleBroken(ReferenceHooks):
         self._restored += 1
         if self._restored > 1:
             _negate_norm(self.worker)
+        return report
+
+
+class SwallowsDeviceError(ReferenceHooks):
+    """Restore meets an error of the device on rank 0, logs it and reports success; the answers are right."""
+
+    def restore(self) -> Report:
+        """Restore, and swallow an error as PyTorch words it."""
+        report = super().restore()
+        if self.worker.rank == 0:
+            sys.stderr.write("restore goes on after CUDA error: an illegal memory access was encountered\n")
+            sys.stderr.flush()
         return report
 
 
