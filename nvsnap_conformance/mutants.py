@@ -45,10 +45,11 @@ class Mutant(StrictModel):
     ``implementation`` names it for its ``layer`` (for hooks ``module:Class`` in the engine's
     interpreter), ``options`` is passed to it. ``kills`` are the clauses of which each must fail under
     it, with ``signature`` (``KIND:CODE``) where one is stated: a kill for another reason is none. It means
-    nothing below ``min_world_size`` ranks, and runs at the target's ``largest`` or ``smallest``
-    tensor-parallel size (``world_size``). Of a case with parameters it runs with ``parameters`` only, where
-    they are given: with the others it need not fail. ``dirty`` says that it leaves the engine unusable, so
-    that the engine must not be shared with another case.
+    nothing below ``min_world_size`` ranks, and runs at the smallest of the target's tensor-parallel sizes at
+    which it means something: what is wrong on one rank alone has 2 there, for a check that looks at rank 0
+    only must not pass for one of all. Of a case with parameters it runs with ``parameters`` only, where they
+    are given: with the others it need not fail. ``dirty`` says that it leaves the engine unusable, so that
+    the engine must not be shared with another case.
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
@@ -58,7 +59,6 @@ class Mutant(StrictModel):
     kills: tuple[ClauseId, ...] = Field(min_length=1)
     signature: str | None = None
     min_world_size: WorldSize = 1
-    world_size: Literal["largest", "smallest"] = "largest"
     parameters: tuple[str, ...] = ()
     dirty: Flag = False
     summary: str = Field(min_length=1)

@@ -161,13 +161,16 @@ def test_a_signature_without_a_place_covers_every_place() -> None:
     assert not Signature.parse("CUDA:801@lock").matches(Signature.parse("CUDA:801@restore"))
 
 
-def test_a_mutant_runs_at_one_size(target: Target) -> None:
-    def mutant(name: str, world_size: str, least: int = 1) -> Any:
-        return cast(
-            "Any", SimpleNamespace(name=name, world_size=world_size, min_world_size=least, layer="hooks")
-        )
+def test_a_mutant_runs_at_the_smallest_size_at_which_it_means_something(target: Target) -> None:
+    def mutant(name: str, least: int) -> Any:
+        return cast("Any", SimpleNamespace(name=name, min_world_size=least, layer="hooks"))
 
-    arms = engine_arms(
-        [target], [], [mutant("a", "largest"), mutant("b", "smallest"), mutant("c", "smallest", 2)]
-    )
-    assert [(arm.mutant.name, arm.tensor_parallel) for arm in arms if arm.mutant] == [("a", 2), ("b", 1)]
+    some = [mutant("a", 1), mutant("b", 2), mutant("c", 4)]
+
+    def sizes(*wanted: int) -> list[tuple[str, int]]:
+        arms = engine_arms([target], wanted, some)
+        return [(arm.mutant.name, arm.tensor_parallel) for arm in arms if arm.mutant]
+
+    assert sizes() == [("a", 1), ("b", 2)]
+    assert sizes(2) == [("a", 2), ("b", 2)]
+    assert sizes(1) == [("a", 1)]

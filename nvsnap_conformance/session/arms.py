@@ -52,7 +52,7 @@ def engine_arms(
     """Return the arms for cases that need an engine.
 
     ``sizes`` restricts the tensor-parallel sizes of the targets; empty means all. A mutant runs at one
-    size: the largest, where a divergence between ranks can show, or the smallest where it says so.
+    size: the smallest at which it means something, for that is the cheapest.
     """
     arms: list[Arm] = []
     for target in targets:
@@ -65,9 +65,9 @@ def engine_arms(
             )
         if mutants:
             for mutant in mutants:
-                size = max(wanted) if mutant.world_size == "largest" else min(wanted)
-                if mutant.min_world_size <= size:
-                    arms.append(Arm(target, size, mutant, auto_picked))
+                enough = [size for size in wanted if size >= mutant.min_world_size]
+                if enough:
+                    arms.append(Arm(target, min(enough), mutant, auto_picked))
         else:
             arms += [Arm(target, size, None, auto_picked) for size in wanted]
     return arms
