@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import signal
 import statistics
@@ -17,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import psutil
 
+from benchmarks.paired import mean_ratio, throughput
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.environment import EngineEnvironment
 from nvsnap_conformance.engines.protocol import LaunchConfig
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 BOUND_CPU = 0.01
 """CPU seconds that a watch may take per second."""
 
-TOKENS = 32
-RESAMPLES = 10_000
 START_SECONDS = 300.0
 
 
@@ -77,30 +75,6 @@ def watcher(handle: VllmHandle, folder: Path) -> Iterator[psutil.Process]:
     finally:
         process.kill()
         process.wait()
-
-
-def throughput(handle: VllmHandle, seconds: float) -> float:
-    """Return completed tokens per second over a window of about ``seconds``, with two clients."""
-    done = [0, 0]
-    began = time.monotonic()
-
-    def ask(client: int) -> None:
-        while time.monotonic() - began < seconds:
-            handle.generate([f"client {client}"], max_tokens=TOKENS, deadline=Deadline.after(60.0))
-            done[client] += TOKENS
-
-    clients = [threading.Thread(target=ask, args=(number,)) for number in range(len(done))]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    return sum(done) / (time.monotonic() - began)
-
-
-def interval(values: list[float], chance: random.Random) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of the mean of ``values``."""
-    means = sorted(statistics.fmean(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
 
 
 def pauses(handle: VllmHandle, folder: Path) -> dict[str, float]:
@@ -162,9 +136,8 @@ def run(asked: argparse.Namespace) -> dict[str, Any]:
                     flush=True,
                 )
         look = pauses(handle, Path(scratch) / "look")
-    low, high = interval([math.log(r) for r in ratios], chance)
-    ratio = math.exp(statistics.fmean(math.log(r) for r in ratios))
-    bounds = [round(math.exp(low), 4), round(math.exp(high), 4)]
+    ratio, (low, high) = mean_ratio(ratios, chance)
+    bounds = [round(low, 4), round(high, 4)]
     per_second = cpu / watched
     return {
         "pairs": asked.pairs,

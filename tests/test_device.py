@@ -13,6 +13,7 @@ from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
 from nvsnap_conformance.checkpoint.device_ranks import DeviceRanks
+from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import HooksSpec, Rank, RankReply
 from nvsnap_conformance.errors import EnvironmentFailure, UsageError
@@ -25,8 +26,6 @@ from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 
 STAND_IN = Path(stand_in_driver.__file__)
 
@@ -173,6 +172,55 @@ class BrokenHost:
 
     def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
         raise EnvironmentFailure("the disk is full")
+
+
+class ToldHost:
+    """A host layer that does nothing but say so."""
+
+    name = "told"
+    replaces_processes = False
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
+        self.told.append("dump")
+        return CheckpointResult("dump", 0.0, ())
+
+    def load(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
+        self.told.append("load")
+        return CheckpointResult("load", 0.0, ())
+
+
+class ToldDevice(CudaDriverCheckpointer):
+    """The suite's own, which says what it does."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(driver=STAND_IN)
+        self.told = told
+
+    def checkpoint(self, pids: list[int], deadline: Deadline) -> CheckpointResult:
+        self.told.append("checkpoint")
+        return super().checkpoint(pids, deadline)
+
+    def restore(self, pids: list[int], deadline: Deadline) -> CheckpointResult:
+        self.told.append("restore")
+        return super().restore(pids, deadline)
+
+
+@pytest.mark.parametrize(("with_device", "with_host"), [(True, True), (True, False), (False, True)])
+def test_while_it_is_away_everything_is_checkpointed(
+    tmp_path: Path, *, with_device: bool, with_host: bool
+) -> None:
+    told: list[str] = []
+    with DeviceRanks("stand-in") as ranks:
+        host, device = ToldHost(told) if with_host else None, ToldDevice(told) if with_device else None
+        driver = LifecycleDriver(Engine(ranks), HooksSpec(), host, tmp_path, device=device)  # type: ignore[arg-type]
+        driver.while_away = lambda: told.append("away")
+        record = driver.run(Variant.FULL, deadline(60.0))
+    assert record.failure is None
+    outer, inner = ["checkpoint"] * with_device, ["dump"] * with_host
+    assert told == [*outer, *inner, "away", *["load"] * with_host, *["restore"] * with_device]
 
 
 def orchestrate(ranks: DeviceRanks, tmp_path: Path, host: Any = None) -> LifecycleDriver:

@@ -148,7 +148,10 @@ class LifecycleDriver:
         device: DeviceCheckpointer | None = None,
         between: Callable[[str], None] | None = None,
     ) -> None:
-        """``between`` is called with ``prepared`` and ``rebuilt`` while the engine is held there."""
+        """``between`` is called with ``prepared`` and ``rebuilt`` while the engine is held there.
+
+        The attribute ``while_away`` is called between checkpoint and restore, when nothing of it runs.
+        """
         self.engine = engine
         self.hooks = hooks
         self.host = host
@@ -157,6 +160,7 @@ class LifecycleDriver:
         self._inside: dict[int, int] = {}
         self.folder = folder
         self.between = between or (lambda _moment: None)
+        self.while_away: Callable[[], None] = lambda: None
         self.record = CycleRecord(Variant.CONTROL, engine.config.tensor_parallel)
 
     def run(self, variant: Variant, deadline: Deadline) -> CycleRecord:
@@ -188,6 +192,7 @@ class LifecycleDriver:
         """Run the layers that the target has: the device's verbs around the host's."""
         if self.device is None:
             self.dump(deadline)
+            self.while_away()
             self.load(deadline)
             return
         try:
@@ -195,6 +200,8 @@ class LifecycleDriver:
             self.on_device(Verb.CHECKPOINT, deadline)
             if self.host is not None:
                 self.dump(deadline)
+            self.while_away()
+            if self.host is not None:
                 self.load(deadline)
             self.on_device(Verb.RESTORE, deadline)
             self.on_device(Verb.UNLOCK, deadline)

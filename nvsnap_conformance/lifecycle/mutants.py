@@ -45,6 +45,13 @@ class DumpsBeforePrepare(LifecycleDriver):
         self.resume(deadline)
 
 
+class PromotesUnrebuilt(LifecycleDriver):
+    """Lets a restored engine serve although its ranks have not rebuilt what they released."""
+
+    def rebuild(self, deadline: Deadline) -> None:
+        """Leave it out."""
+
+
 class DriftingAnswers:
     """An engine whose later answers differ in one token from the ones it gave first.
 
@@ -84,6 +91,20 @@ class DriftingLogprobs(DriftingAnswers):
             return answer
         shifted = tuple(value - 1e-3 for value in answer.logprobs)
         return Completion(answer.prompt, answer.tokens, shifted, answer.text)
+
+
+class TiringAnswers(DriftingAnswers):
+    """An engine that is right for a dozen answers, and wrong in one token from then on."""
+
+    RIGHT = 12
+
+    def _drift(self, answer: Completion) -> Completion:
+        self._calls[""] = self._calls.get("", 0) + 1
+        if self._calls[""] <= self.RIGHT:
+            return answer
+        return Completion(
+            answer.prompt, (*answer.tokens[:-1], answer.tokens[-1] ^ 1), answer.logprobs, answer.text
+        )
 
 
 class CannedText(DriftingAnswers):

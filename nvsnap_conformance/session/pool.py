@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import time
 from dataclasses import dataclass, field
@@ -51,13 +52,14 @@ ADAPTERS: dict[str, str] = {"vllm": "nvsnap_conformance.engines.vllm:VllmEngine"
 
 @dataclass
 class LiveEngine:
-    """An engine that is up, with what it was like when it came up.
+    """An engine that is up, with what it was like when it came up. ``distribution`` is its name and version.
 
     ``spoiled`` engines still serve, but their RPC can no longer be trusted; only cases that end the
     engine may have them.
     """
 
     key: str
+    distribution: str
     handle: EngineHandle
     ranks: list[Rank]
     baseline: Answers
@@ -133,7 +135,6 @@ class EnginePool:
 
     def _start(self, arm: Arm) -> LiveEngine:
         from nvsnap_conformance.engines.environment import EngineEnvironment  # noqa: PLC0415
-        from nvsnap_conformance.engines.golden import bring_up  # noqa: PLC0415
         from nvsnap_conformance.models import ensure_model  # noqa: PLC0415
 
         target = arm.target
@@ -169,6 +170,27 @@ class EnginePool:
             inject=target.hooks.inject.value,
             processor=target.engine.processor,
         )
+        built = f"{environment.distribution} {environment.version}"
+        return self._bring_up(arm, config, label, built, lambda: self._give_back(held))
+
+    def beside(self, arm: Arm, live: LiveEngine) -> LiveEngine:
+        """Bring up another engine as ``live`` is, beside it and on the same GPUs; the caller ends it.
+
+        Raises ``EngineStartError`` where it does not come up.
+        """
+        self._count += 1
+        config = dataclasses.replace(live.handle.config, workdir=self._workdir(arm))
+        label = f"[{arm.id} second engine]"
+        return self._bring_up(arm, config, label, live.distribution, lambda: None)
+
+    def _bring_up(
+        self, arm: Arm, config: LaunchConfig, label: str, distribution: str, at_end: Callable[[], None]
+    ) -> LiveEngine:
+        """Start an engine, look at it and record it. ``at_end`` is called when it is gone, or never came."""
+        from nvsnap_conformance.engines.golden import bring_up  # noqa: PLC0415
+
+        target = arm.target
+        assert target is not None  # the caller's condition
         began = time.monotonic()
 
         def say(text: str) -> None:
@@ -185,19 +207,19 @@ class EnginePool:
                 say=say,
             )
         except BaseException:
-            self._give_back(held)
+            at_end()
             raise
         handle = start.handle
-        handle.process.keep_until_closed(lambda: self._give_back(held))
+        handle.process.keep_until_closed(at_end)
         try:
-            live = self._inspect(arm, handle)
+            live = self._inspect(arm, handle, distribution)
         except BaseException:
             handle.process.close()
             raise
         communication = handle.communication_environment()
         record = EngineRecord(
             arm=arm.id,
-            distribution=f"{environment.distribution} {environment.version}",
+            distribution=distribution,
             start=start.start,
             start_reason=start.reason,
             image=start.image,
@@ -208,7 +230,7 @@ class EnginePool:
             degraded=list(degradations(communication)),
         )
         self._progress(f"{label} ready after {start.seconds:.1f} s ({start.start}: {start.reason})")
-        self.on_start(record, target.name, environment.version)
+        self.on_start(record, target.name, distribution.partition(" ")[2])
         return live
 
     def _require_hooks(self, engine: Any, config: LaunchConfig, target: Target) -> None:
@@ -245,7 +267,7 @@ class EnginePool:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _inspect(self, arm: Arm, handle: EngineHandle) -> LiveEngine:
+    def _inspect(self, arm: Arm, handle: EngineHandle, distribution: str) -> LiveEngine:
         deadline = Deadline.after(START_SECONDS / 3)
         if arm.target is not None:
             try:
@@ -255,6 +277,7 @@ class EnginePool:
                 raise
         return LiveEngine(
             key=arm.engine_key,
+            distribution=distribution,
             handle=handle,
             ranks=handle.ranks(deadline),
             baseline=take_answers(handle, deadline),
