@@ -1,6 +1,6 @@
 """The kill matrix: every mutant is caught by the clause meant for it, and every case catches one.
 
-One run of the suite over all mutants on the default target, with real engines.
+One run of the suite over all mutants on the default target, with real engines, by two workers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,19 @@ SECONDS = 1800
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     out = tmp_path_factory.mktemp("matrix")
     done = subprocess.run(
-        [sys.executable, "-m", "nvsnap_conformance.cli", "run", "--mutant", "all", "--out", str(out)],
+        [
+            sys.executable,
+            "-m",
+            "nvsnap_conformance.cli",
+            "run",
+            "--mutant",
+            "all",
+            "--out",
+            str(out),
+            "--",
+            "-n",
+            "2",
+        ],
         capture_output=True,
         text=True,
         check=False,
