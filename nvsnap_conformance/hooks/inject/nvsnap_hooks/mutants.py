@@ -233,6 +233,8 @@ class SecondCycleBroken(ReferenceHooks):
 class SwallowsDeviceError(ReferenceHooks):
     """Restore meets an error of the device on rank 0, logs it and reports success; the answers are right."""
 
+    DIRTY: ClassVar[bool] = False
+
     def restore(self) -> Report:
         """Restore, and swallow an error as PyTorch words it."""
         report = super().restore()
