@@ -160,11 +160,7 @@ def _workspace(
     arms: Sequence[ArmRecord],
 ) -> tuple[Literal["must go", "no difference seen", "not shown"], str]:
     """Compare the workspace live and freed, where nothing else differs and one of the two came back."""
-    told = [
-        pair
-        for pair in pairs_of("flashinfer_workspace", arms)
-        if set(pair.levels) == {"live", "freed"} and RIGHT in pair.outcomes
-    ]
+    told = _telling("flashinfer_workspace", {"live", "freed"}, arms)
     needed = [pair for pair in told if _outcome_at(pair, "live") is not RIGHT]
     # A pair in which the engine came back with the workspace live, or did not without it, speaks against it.
     against = [pair for pair in told if _outcome_at(pair, "live") is RIGHT]
@@ -173,6 +169,11 @@ def _workspace(
     if against and not needed:
         return "no difference seen", _names_of(against)
     return "not shown", ""
+
+
+def _telling(factor: str, levels: set[str], arms: Sequence[ArmRecord]) -> list[Pair]:
+    """Return the pairs of these two levels of ``factor`` of which one came back right."""
+    return [pair for pair in pairs_of(factor, arms) if set(pair.levels) == levels and RIGHT in pair.outcomes]
 
 
 def _names_of(pairs: Sequence[Pair]) -> str:
@@ -200,11 +201,7 @@ def _kept_graphs(
     arms: Sequence[ArmRecord],
 ) -> tuple[Literal["can be lost", "no difference seen", "not shown"], str]:
     """Compare captured graphs kept and dropped, where nothing else differs and one of the two came back."""
-    told = [
-        pair
-        for pair in pairs_of("cuda_graphs", arms)
-        if set(pair.levels) == {"kept", "dropped"} and RIGHT in pair.outcomes
-    ]
+    told = _telling("cuda_graphs", {"kept", "dropped"}, arms)
     lost = [pair for pair in told if _outcome_at(pair, "kept") is not RIGHT]
     if lost:
         return "can be lost", _names_of(lost)
