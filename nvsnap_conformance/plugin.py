@@ -26,7 +26,6 @@ FIXTURES = (
 
 MARKERS = (
     "clause(id, ...): the clauses that this case judges",
-    "xdist_group(name): cases that share an engine; pytest-xdist need not be installed",
     "spoils_engine: leaves the engine unusable for cases that need its RPC in step",
     "takes_spoiled_engine: can do with an engine that was spoiled",
     "ends_engine: ends the engine that it is given",
@@ -94,9 +93,6 @@ def pytest_configure(config: pytest.Config) -> None:
     given = ("nvs_target", "nvs_profile", "nvs_tp", "nvs_mutant", "nvs_inject", "nvs_out")
     if os.environ.get("NVS_TARGET") or any(config.getoption(name) is not None for name in given):
         conformance(config)
-        if getattr(config.option, "dist", "no") == "load":
-            # Cases that share an engine belong to one worker; pytest-xdist's own default would split them.
-            config.option.dist = "loadgroup"
 
 
 def conformance(config: pytest.Config) -> ConformanceSession:
@@ -122,6 +118,18 @@ def conformance(config: pytest.Config) -> ConformanceSession:
 
 def _existing(config: pytest.Config) -> ConformanceSession | None:
     return config.stash.get(_SESSION, None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Keep the cases that share an engine on one worker, unless another way was asked for."""
+    session = _existing(config)
+    if session is None or config.getoption("dist") not in {"load", "loadgroup"}:
+        return None
+    from nvsnap_conformance.session.scheduling import EngineScheduling  # noqa: PLC0415 - needs pytest-xdist
+
+    selection = session.selection
+    return EngineScheduling(config, log, [*selection.engine_arms(), *selection.host_arms()])
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -70,7 +70,7 @@ def test_must_run_clauses_that_did_not_run_make_the_run_incomplete(pytester: pyt
     result.stdout.fnmatch_lines(["*passed  SUITE-LEAVES-NOTHING*host*", "*must-run clauses not executed*"])
 
 
-@pytest.mark.parametrize("workers", [(), ("-n1", "--dist=loadgroup")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["alone", "xdist"])
 @pytest.mark.parametrize(
     "choice",
     [(), ("-k", "not case_too"), ("--deselect", "test_case.py::test_case_too"), ("-m", "not slow")],
@@ -451,10 +451,32 @@ def test_a_hangup_that_is_ignored_stays_ignored(pytester: pytest.Pytester) -> No
 
 
 def test_xdist_workers_report_to_one_record(pytester: pytest.Pytester) -> None:
-    result = run_case(pytester, "pass", "--nvs-profile=liveness", "-n1", "--dist=loadgroup")
+    result = run_case(pytester, "pass", "--nvs-profile=liveness", "-n1")
     assert result.ret == 6
     assert outcomes(pytester.path / "out")["SUITE-LEAVES-NOTHING@host"] == "passed"
     assert (pytester.path / "out" / "events-gw0.jsonl").is_file()
+
+
+@pytest.mark.parametrize("more", [(), ("--nvs-mutant=asks-only", "--nvs-mutant=kills-root-only")])
+def test_xdist_keeps_together_what_shares_an_engine(pytester: pytest.Pytester, more: tuple[str, ...]) -> None:
+    cases = CASE.format(body="pass")
+    cases += "\n".join(
+        cases[cases.index("@pytest.mark.clause") :].replace("def test_case", f"def test_case_{number}")
+        for number in range(3)
+    )
+    pytester.makepyfile(test_case=cases)
+    pytester.runpytest_subprocess(
+        "--nvs-profile=liveness", "--nvs-out=out", "-n2", *more, "-p", "no:cacheprovider"
+    )
+    workers: dict[str, set[str]] = {}
+    for file in (pytester.path / "out").glob("events-gw*.jsonl"):
+        for event in map(json.loads, file.read_text().splitlines()):
+            if event["kind"] == "case-start":
+                workers.setdefault(event["arm"], set()).add(file.name)
+    assert [len(names) for names in workers.values()] == [1] * max(1, len(more))
+    ran = read_results(pytester.path / "out" / "results.json").cases
+    assert len(ran) == 4 * max(1, len(more))
+    assert {case.nodeid.partition("[")[2] for case in ran} == {f"{case.arm}]" for case in ran}
 
 
 def test_junit_names_the_clauses(pytester: pytest.Pytester) -> None:

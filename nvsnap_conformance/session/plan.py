@@ -45,8 +45,7 @@ def plan_items(session: ConformanceSession, config: pytest.Config, items: list[p
     """Deselect what the session does not want and order the rest, in place.
 
     Cases that share an engine stand together; those that spoil or end it come last. Prerequisites of a
-    clause come before it. Under xdist each engine's cases form one group, or each mutant's: most of them
-    change their engine, and a fresh one costs a second.
+    clause come before it.
     """
     selection = session.selection
     order = {clause.id: index for index, clause in enumerate(selection.registry.order())}
@@ -70,7 +69,6 @@ def plan_items(session: ConformanceSession, config: pytest.Config, items: list[p
             for name in names:
                 item.user_properties.append(("clause", name))
             item.user_properties.append(("arm", arm.id))
-            item.add_marker(pytest.mark.xdist_group(arm.engine_key if arm.mutant is None else arm.id))
         else:
             dropped.append(item)
 
