@@ -101,7 +101,10 @@ def test_a_yes_needs_a_witness_on_both_sides(drawn: tuple[list[Factors], list[Ar
         ({"A": "lost-at-restore", "B": "lost-at-restore"}, "not shown", "not shown", "not enough"),
         ({"D": "right", "E": "right"}, "not shown", "no difference seen", "not shown"),
         ({"D": "hang", "E": "right"}, "not shown", "must go", "not shown"),
-        ({"D": "hang", "E": "right", "A": "right", "B": "right"}, "no", "not shown", "enough"),
+        ({"D": "hang", "E": "right", "A": "right", "B": "right"}, "no", "not shown", "not shown"),
+        ({"D": "right", "E": "lost-at-restore"}, "not shown", "not shown", "not shown"),
+        ({"J": "lost-at-restore", "A": "right"}, "no", "not shown", "not shown"),
+        ({"A": "right", "B": "right"}, "no", "no difference seen", "not shown"),
     ],
 )
 def test_the_answer(found: dict[str, str], checkpointable: str, workspace: str, alone: str) -> None:
@@ -120,7 +123,8 @@ def test_the_answer(found: dict[str, str], checkpointable: str, workspace: str, 
         ({"Q": "lost-at-restore", "T": "right"}, "can be lost"),
         ({"Q": "wrong-tokens", "T": "right", "J": "right", "R": "right"}, "can be lost"),
         ({"J": "right", "R": "right"}, "no difference seen"),
-        ({"J": "right", "R": "hang"}, "no difference seen"),
+        ({"J": "right", "R": "hang"}, "not shown"),
+        ({"Q": "lost-at-restore", "T": "right", "J": "right", "R": "hang"}, "not shown"),
         ({"P": "lost-at-restore", "S": "lost-at-restore"}, "not shown"),
         ({"Q": "lost-at-restore", "R": "right"}, "not shown"),
         ({"Q": "unknown", "T": "right"}, "not shown"),
@@ -131,3 +135,16 @@ def test_kept_graphs_are_compared_with_dropped_ones_alone(found: dict[str, str],
     answer = blame.answer(arms)
     assert answer.kept_graphs == kept
     assert ("(Q/T)" in answer.statement) == (kept == "can be lost")
+
+
+def test_what_the_hooks_refused_was_not_torn_down() -> None:
+    refused, stock = (as_record(arm, ArmOutcome.REFUSED) for arm in PLAN.select(("L", "B")))
+    arms = [arm.model_copy(update={"phase": "prepare"}) for arm in (refused, stock)]
+    answer = blame.answer(arms)
+    assert (answer.checkpointable, answer.workspace_alone) == ("not shown", "not shown")
+
+
+def test_a_whole_teardown_that_did_not_help_is_named_beside_those_that_did() -> None:
+    found = {"A": "lost-at-restore", "I": "right", "J": "lost-at-restore"}
+    arms = [as_record(arm, ArmOutcome(found[arm.name])) for arm in PLAN.select(tuple(found))]
+    assert "(I; but not in J)" in blame.answer(arms).statement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -155,6 +156,23 @@ def test_two_runs_are_never_mixed(tmp_path: Path) -> None:
     (out / "arms" / "E.json").write_text("{")
     with pytest.raises(UsageError, match=r"E\.json is no arm"):
         experiment(out, names=("E",), resume=True).run()
+    (out / "arms" / "E.json").unlink()
+    os.mkfifo(out / "arms" / "E.json")
+    with pytest.raises(UsageError, match="no regular file but a named pipe"):
+        experiment(out, names=("E",), resume=True).run()
+
+
+@pytest.mark.parametrize("name", ["arms", "engines", "teardown.md", "teardown.json"])
+def test_what_stands_in_the_record_s_place_is_told_before_an_engine_is_started(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    place = tmp_path / "run" / name
+    place.mkdir() if "." in name else place.touch()
+    apparatus = BrokenOnce()
+    with pytest.raises(UsageError, match=f"{name} is (no|a) folder"):
+        experiment(tmp_path / "run", apparatus, names=("E",)).run()
+    assert apparatus.started == []
 
 
 def test_an_arm_that_is_defined_otherwise_now_runs_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from nvsnap_conformance import targets
 from nvsnap_conformance.outcomes import ExitCode, Outcome
 from nvsnap_conformance.report.record import read_events, read_results
 from nvsnap_conformance.session.judge import ClauseVerdict, exit_code
@@ -477,6 +478,39 @@ def test_xdist_keeps_together_what_shares_an_engine(pytester: pytest.Pytester, m
     ran = read_results(pytester.path / "out" / "results.json").cases
     assert len(ran) == 4 * max(1, len(more))
     assert {case.nodeid.partition("[")[2] for case in ran} == {f"{case.arm}]" for case in ran}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--nvs-tp=1", "--nvs-mutant=rank-zero-only"), "'rank-zero-only' means nothing below 2 ranks"),
+        (("--nvs-target=vllm-cpu", "--nvs-target=namesake.toml"), "two targets are called 'vllm-cpu'"),
+        (("--nvs-target=vllm-cpu", "--nvs-target=vllm-cpu"), "two targets are called 'vllm-cpu'"),
+    ],
+)
+def test_what_would_run_nothing_or_two_things_as_one_is_refused(
+    pytester: pytest.Pytester, options: tuple[str, ...], told: str
+) -> None:
+    (pytester.path / "namesake.toml").write_text(
+        (Path(targets.__file__).parent / "vllm-cpu-moe.toml")
+        .read_text()
+        .replace('"vllm-cpu-moe"', '"vllm-cpu"')
+    )
+    result = run_case(pytester, "pass", *options)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*{told}*"])
+
+
+@pytest.mark.parametrize("mutants", [("all",), ("rank-local-fallback",)])
+def test_mutants_that_fit_no_size_leave_the_others_to_run(
+    pytester: pytest.Pytester, mutants: tuple[str, ...]
+) -> None:
+    body = CASE.format(body="pass").replace("host_arm", "arm")
+    pytester.makepyfile(test_case=body)
+    options = [f"--nvs-mutant={name}" for name in mutants]
+    result = pytester.runpytest_subprocess("--nvs-tp=1", "--collect-only", "-q", *options)
+    assert result.ret in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED, 6}
+    assert "INTERNALERROR" not in result.stdout.str()
 
 
 def test_junit_names_the_clauses(pytester: pytest.Pytester) -> None:

@@ -27,6 +27,7 @@ GROUPS = {
         ("suites/a.py::test_a[some-target-tp1-mutant=tires]", "tires"),
         ("suites/a.py::test_a[some-target-tp1-mutant=tires-early]", "tires-early"),
         ("suites/a.py::test_a[some-target-tp16]", "suites/a.py::test_a[some-target-tp16]"),
+        ("suites/a[b]/c.py::test_a[host]", "host"),
         ("tests/test_b.py::test_plain", "tests/test_b.py::test_plain"),
     ],
 )

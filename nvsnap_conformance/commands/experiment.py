@@ -34,7 +34,7 @@ def experiment() -> None:
     "--at-once", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
     help="So many engines side by side on the same GPUs.",
 )  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(min=0), metavar="S", help="Begin no arm after so long.")
+@click.option("--seconds", type=click.IntRange(min=0), metavar="S", help="Begin no arm after so long.")
 @click.option(
     "--bandwidth", is_flag=True, help="Time pinned copies first, and relate the checkpoints to them."
 )

@@ -87,32 +87,36 @@ def _worse_first(pair: Pair) -> Pair:
 
 def answer(arms: Sequence[ArmRecord]) -> Answer:
     """Return the answer as far as the arms decide it."""
-    decided = [arm for arm in arms if arm.outcome.decided]
-    whole = [arm for arm in decided if _whole_teardown(arm)]
-    stock = [arm for arm in decided if _stock(arm)]
+    # What the hooks refused was not torn down, and no checkpoint followed.
+    tried = [arm for arm in arms if arm.outcome.decided and not _refused_by_the_hooks(arm)]
+    whole = [arm for arm in tried if _whole_teardown(arm)]
+    stock = [arm for arm in tried if _stock(arm)]
     saved = [arm for arm in whole if arm.outcome is RIGHT]
+    unsaved = [arm for arm in whole if arm.outcome is not RIGHT]
+    stock_right = [arm for arm in stock if arm.outcome is RIGHT]
     workspace, freed = _workspace(arms)
-    alone, only = _alone(decided)
+    alone, only = _alone(tried, stock_right)
     graphs, dropped = _kept_graphs(arms)
     witnesses = [*dict.fromkeys(arm.name for arm in (*saved, *stock))]
     checkpointable: Literal["yes", "no", "not shown"]
-    if saved and stock and not any(arm.outcome is RIGHT for arm in stock):
+    if stock_right:
+        checkpointable, witnesses = "no", [arm.name for arm in stock_right]
+        text = f"Teardown is not what makes it so: stock comes back right as it is ({_names(stock_right)})."
+    elif saved and stock:
         checkpointable = "yes"
         text = (
             f"Yes: with every transport between GPUs torn down the stock configuration comes back right "
-            f"({_names(saved)}), and without it is not right ({_names(stock)})."
+            f"({_names(saved)}{f'; but not in {_names(unsaved)}' if unsaved else ''}), "
+            f"and without it is not right ({_names(stock)})."
         )
-    elif whole and not saved:
-        checkpointable, witnesses = "no", [arm.name for arm in whole]
-        text = f"No: with everything torn down the engine still does not come back right ({_names(whole)})."
-    elif any(arm.outcome is RIGHT for arm in stock):
-        checkpointable, witnesses = "no", [arm.name for arm in stock]
-        text = f"Teardown is not what makes it so: stock comes back right as it is ({_names(stock)})."
+    elif unsaved and not saved:
+        checkpointable, witnesses = "no", [arm.name for arm in unsaved]
+        text = f"No: with everything torn down the engine still does not come back right ({_names(unsaved)})."
     else:
         checkpointable = "not shown"
         text = "Not shown: it takes a stock arm and one with everything torn down, both decided."
     text += {
-        "must go": f" The FlashInfer workspace must go: it decides between lost and right ({freed}).",
+        "must go": f" The FlashInfer workspace must go: it decides ({freed}).",
         "no difference seen": f" Freeing the FlashInfer workspace made no difference ({freed}).",
         "not shown": " Whether the FlashInfer workspace must go is not shown.",
     }[workspace]
@@ -160,15 +164,35 @@ def _workspace(
     arms: Sequence[ArmRecord],
 ) -> tuple[Literal["must go", "no difference seen", "not shown"], str]:
     """Compare the workspace live and freed, where nothing else differs and one of the two came back."""
-    told = _telling("flashinfer_workspace", {"live", "freed"}, arms)
-    needed = [pair for pair in told if _outcome_at(pair, "live") is not RIGHT]
-    # A pair in which the engine came back with the workspace live, or did not without it, speaks against it.
-    against = [pair for pair in told if _outcome_at(pair, "live") is RIGHT]
-    if needed and not against:
-        return "must go", _names_of(needed)
-    if against and not needed:
-        return "no difference seen", _names_of(against)
+    needed, same, against = _split("flashinfer_workspace", "live", "freed", arms)
+    if needed and not same and not against:
+        ends = sorted({str(_outcome_at(pair, "live").value) for pair in needed})
+        return "must go", f"live {' or '.join(ends)}, freed right: {_names_of(needed)}"
+    if same and not needed and not against:
+        return "no difference seen", _names_of(same)
     return "not shown", ""
+
+
+def _kept_graphs(
+    arms: Sequence[ArmRecord],
+) -> tuple[Literal["can be lost", "no difference seen", "not shown"], str]:
+    """Compare captured graphs kept and dropped, where nothing else differs and one of the two came back."""
+    lost, same, against = _split("cuda_graphs", "kept", "dropped", arms)
+    if lost and not against:
+        return "can be lost", _names_of(lost)
+    if same and not lost and not against:
+        return "no difference seen", ""
+    return "not shown", ""
+
+
+def _split(
+    factor: str, there: str, gone: str, arms: Sequence[ArmRecord]
+) -> tuple[list[Pair], list[Pair], list[Pair]]:
+    """Return the telling pairs of two levels: right only once it is gone, either way, and only with it."""
+    told = _telling(factor, {there, gone}, arms)
+    needed = [pair for pair in told if _outcome_at(pair, there) is not RIGHT]
+    against = [pair for pair in told if _outcome_at(pair, gone) is not RIGHT]
+    return needed, [pair for pair in told if pair not in needed and pair not in against], against
 
 
 def _telling(factor: str, levels: set[str], arms: Sequence[ArmRecord]) -> list[Pair]:
@@ -184,28 +208,23 @@ def _outcome_at(pair: Pair, level: str) -> ArmOutcome:
     return pair.outcomes[pair.levels.index(level)]
 
 
-def _alone(decided: Sequence[ArmRecord]) -> tuple[Literal["enough", "not enough", "not shown"], str]:
-    """Judge freeing the workspace and touching nothing else."""
+def _alone(
+    tried: Sequence[ArmRecord], stock_right: Sequence[ArmRecord]
+) -> tuple[Literal["enough", "not enough", "not shown"], str]:
+    """Judge freeing the workspace and touching nothing else; where stock is right, that says nothing."""
     only = [
         arm
-        for arm in decided
+        for arm in tried
         if (arm.factors.nccl, arm.factors.custom_all_reduce) == (Nccl.LIVE, CustomAllReduce.LIVE)
         and arm.factors.flashinfer_workspace is FlashInferWorkspace.FREED
     ]
-    if not only:
+    if not only or stock_right:
         return "not shown", ""
     return ("enough" if all(arm.outcome is RIGHT for arm in only) else "not enough"), _names(only)
 
 
-def _kept_graphs(
-    arms: Sequence[ArmRecord],
-) -> tuple[Literal["can be lost", "no difference seen", "not shown"], str]:
-    """Compare captured graphs kept and dropped, where nothing else differs and one of the two came back."""
-    told = _telling("cuda_graphs", {"kept", "dropped"}, arms)
-    lost = [pair for pair in told if _outcome_at(pair, "kept") is not RIGHT]
-    if lost:
-        return "can be lost", _names_of(lost)
-    return ("no difference seen" if told else "not shown"), ""
+def _refused_by_the_hooks(arm: ArmRecord) -> bool:
+    return arm.outcome is ArmOutcome.REFUSED and arm.phase == "prepare"
 
 
 def _names(arms: Sequence[ArmRecord]) -> str:

@@ -28,7 +28,7 @@ from nvsnap_conformance.experiments import blame
 from nvsnap_conformance.experiments.arm import ArmRun
 from nvsnap_conformance.experiments.gpu_memory import settled
 from nvsnap_conformance.experiments.judge import Judge
-from nvsnap_conformance.experiments.page import write_page
+from nvsnap_conformance.experiments.page import JSON, MARKDOWN, write_page
 from nvsnap_conformance.experiments.record import (
     PROFILE,
     ArmOutcome,
@@ -37,6 +37,7 @@ from nvsnap_conformance.experiments.record import (
     PinnedCopy,
     Settling,
 )
+from nvsnap_conformance.files import read_text
 from nvsnap_conformance.outcomes import ExitCode
 from nvsnap_conformance.report.compare_input import read_record
 from nvsnap_conformance.report.model import RunRecord
@@ -205,6 +206,14 @@ class Experiment:
         """Read the arms of an earlier run in ``out``; refuse to mix two runs, or two conditions."""
         if self.out.exists() and not self.out.is_dir():
             raise UsageError(f"{self.out} is a file", next_step="name a folder, which may not exist yet")
+        for name, folder in (("arms", True), ("engines", True), (MARKDOWN, False), (JSON, False)):
+            place = self.out / name
+            if place.exists() and place.is_dir() is not folder:
+                raise UsageError(
+                    f"{place} is {'no' if folder else 'a'} folder",
+                    cause="the record of an experiment has its own files there",
+                    next_step="name another folder with --out",
+                )
         files = sorted((self.out / "arms").glob("*.json"))
         if not files and not (self.out / _RESULTS).exists():
             return
@@ -226,7 +235,7 @@ class Experiment:
         self._settling, self._copy = list(earlier.settling), earlier.pinned_copy
         for file in files:
             try:
-                record = ArmRecord.model_validate_json(file.read_text(encoding="utf-8"))
+                record = ArmRecord.model_validate_json(read_text(file))
             except (ValidationError, OSError, UnicodeDecodeError) as error:
                 raise UsageError(
                     f"{file} is no arm of this version: {error}", next_step="remove it to run the arm again"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nvsnap_conformance.capabilities import stated_by
 from nvsnap_conformance.clauses.registry import Clause, Registry, load_registry
 from nvsnap_conformance.errors import UsageError
-from nvsnap_conformance.mutants import Mutant, load_mutants
+from nvsnap_conformance.mutants import ALL, Mutant, load_mutants
 from nvsnap_conformance.report.place import named_folder, new_folder, require_writable
 from nvsnap_conformance.session.arms import Arm, engine_arms, host_arms
 from nvsnap_conformance.session.marks import pick
@@ -113,6 +113,7 @@ def resolve(config: pytest.Config) -> Selection:
         targets = tuple(load_target(name) for name in named or [DEFAULT_TARGET])
     if config.getoption("nvs_inject"):
         targets = tuple(target.injected_by(config.getoption("nvs_inject")) for target in targets)
+    _refuse_namesakes(targets)
     for target in targets:
         target.expectations().validate(registry, today=date.today())
     chosen = config.getoption("nvs_profile")
@@ -142,11 +143,35 @@ def resolve(config: pytest.Config) -> Selection:
         lacks=picked.lacks if picked else (),
         clauses=clauses,
     )
-    selection.engine_arms()  # an impossible --tp is a usage error now, not later
+    _require_sizes(selection, named=ALL not in (config.getoption("nvs_mutant") or ()))
     if not hasattr(config, "workerinput") and not config.getoption("collectonly"):
         require_writable(selection.out)
         _refuse_used(selection.out)
     return selection
+
+
+def _refuse_namesakes(targets: tuple[Target, ...]) -> None:
+    """Raise ``UsageError`` for two targets of one name: arms, engines and the record go by it."""
+    names = [target.name for target in targets]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"two targets are called {name!r}",
+                cause="one is named twice, or a file has the name of another target",
+                next_step="name each target once, and give each file a name of its own",
+            )
+
+
+def _require_sizes(selection: Selection, *, named: bool) -> None:
+    """Raise ``UsageError`` for a size that no target has, and for ``named`` mutants that fit none."""
+    arms = {arm.mutant.name for arm in selection.engine_arms() if arm.mutant is not None}
+    for mutant in selection.mutants if named else ():
+        if mutant.name not in arms and any(selection.registry.clause(c).needs_engine for c in mutant.kills):
+            raise UsageError(
+                f"the mutant {mutant.name!r} means nothing below {mutant.min_world_size} ranks",
+                cause="no target has such a tensor-parallel size, or --tp leaves it out",
+                next_step="choose another size with --tp, or leave the mutant out",
+            )
 
 
 def _refuse_used(folder: Path) -> None:

@@ -28,7 +28,7 @@ def groups_of(arms: Iterable[Arm]) -> dict[str, str]:
 
 def group(nodeid: str, groups: Mapping[str, str]) -> str:
     """Return the group of a case by the arm among its parameters; a test without an arm is one by itself."""
-    words = f"-{nodeid.partition('[')[2].removesuffix(']')}-"
+    words = f"-{nodeid.rpartition('::')[2].partition('[')[2].removesuffix(']')}-"
     named = [arm for arm in groups if f"-{arm}-" in words]
     # The name of one arm may be the beginning of another's.
     return groups[max(named, key=len)] if named else nodeid
