@@ -9,6 +9,9 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what it puts into the background, and programs keep it; some here get interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # And so nohup starts a program.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 pytest_plugins = ["pytester"]
 
