@@ -241,7 +241,7 @@ def test_engine_that_needs_its_workdir_is_started_cold(start: Callable[..., Star
 
 
 def test_engine_without_namespaces_is_started_cold(start: Callable[..., Start]) -> None:
-    code = "import time; print('up', flush=True); time.sleep(600)"
+    code = "import signal; print('up', flush=True); signal.pause()"
     started = start(Engine(code=code), isolate=False)
     assert started.start == "cold"
     assert "no namespaces of its own" in started.reason
@@ -525,6 +525,7 @@ def test_image_that_is_being_removed_is_not_opened(tmp_path: Path) -> None:
 
 
 MAKER = """
+import signal
 import sys
 from pathlib import Path
 from nvsnap_conformance.checkpoint import criu
@@ -532,10 +533,9 @@ from nvsnap_conformance.engines.golden import bring_up
 from nvsnap_conformance.engines.golden_store import GoldenStore
 from nvsnap_conformance.engines.protocol import LaunchConfig
 from tests import test_golden
-import time
 def gate(*_):
     print("gate", flush=True)
-    time.sleep(600)
+    signal.pause()
 if sys.argv[1] == "dump":
     criu.save_files = gate
 else:
