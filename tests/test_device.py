@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import pytest
 
-from nvsnap_conformance.checkpoint import stand_in_driver
+from nvsnap_conformance.checkpoint import device_checks, stand_in_driver
 from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
-from nvsnap_conformance.checkpoint.device_ranks import DeviceRanks
+from nvsnap_conformance.checkpoint.device_ranks import STAND_IN_DEVICES, DeviceRanks
 from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import HooksSpec, Rank, RankReply
@@ -21,7 +22,7 @@ from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
 from nvsnap_conformance.lifecycle.observe import CycleObservation, check_completed
 from nvsnap_conformance.lifecycle.oracle import Answers
 from nvsnap_conformance.lifecycle.trace import check_order
-from nvsnap_conformance.outcomes import Outcome
+from nvsnap_conformance.outcomes import Outcome, Signature
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -133,6 +134,92 @@ def test_a_helper_ends_with_its_input() -> None:
         helper._stdin.close()
         wait_for("the helper's end", lambda: not helper.usable, deadline(), interval=0.01)
         helper.close()
+
+
+# Onto other devices --------------------------------------------------------------------------------
+
+
+def test_a_restore_onto_other_devices_is_where_it_was_to_be() -> None:
+    one, other = STAND_IN_DEVICES
+    with DeviceRanks("stand-in") as ranks:
+        before = ranks.devices()
+        moved = {str(UUID(one)): f"GPU-{UUID(other)}", f"GPU-{UUID(other)}": one}
+        seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN, moves=moved))
+        after = ranks.devices()
+    assert device_checks.check_completed(seen) + device_checks.check_carried(seen) == []
+    assert [told.split()[0] for told in before] == [one, other]
+    assert [told.split()[0] for told in after] == [other, one]
+    assert device_checks.check_devices(before, after, {one: other, other: one}) == []
+
+
+def test_after_a_map_that_the_driver_refuses_the_processes_run_where_they_were() -> None:
+    one, _ = STAND_IN_DEVICES
+    with DeviceRanks("stand-in") as ranks:
+        seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN, moves={one: one}))
+        assert [told.split()[0] for told in ranks.devices()] == list(STAND_IN_DEVICES)
+    assert seen.at == "restore"
+    assert seen.failure is not None
+    assert str(seen.failure.signature) == "CUDA:1@restore"
+    assert seen.failure.fate is Fate.RUNNING
+    assert set(seen.answers.values()) == {"right"}
+
+
+def test_a_map_of_anything_but_uuids_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="'GPU-0' is no UUID of a GPU"):
+        CudaDriverCheckpointer(driver=STAND_IN, moves={"GPU-0": "1"})
+
+
+def test_a_process_that_sees_the_old_device_s_bus_id_is_found() -> None:
+    before, swap = ["a bus:a", "b bus:b"], {"a": "b", "b": "a"}
+
+    def codes(*after: str) -> list[str]:
+        return [str(one.signature) for one in device_checks.check_devices(before, list(after), swap)]
+
+    assert codes("b bus:b", "a bus:a") == []
+    assert codes("b bus:a", "a bus:a") == ["DEVICE:STALE_BUS_ID"]
+    assert codes("b bus:b", "b bus:b") == ["DEVICE:NOT_MOVED"]
+
+
+# What is held, and what a cycle came to ------------------------------------------------------------
+
+
+def test_a_failure_of_the_suite_s_own_is_no_refusal() -> None:
+    with DeviceRanks("stand-in", faults={(1, "restore"): "CUDA_ERROR_OUT_OF_MEMORY"}) as ranks:
+        seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
+    assert device_checks.check_refused(seen, "restore", "it") == []
+    assert device_checks.came_to(seen) == "failed at restore: CUDA:2@restore"
+    assert seen.failure is not None
+    seen.failure.signature = Signature.parse("CUDA:HELPER@restore")
+    assert [str(f.signature) for f in device_checks.check_refused(seen, "restore", "it")] == [
+        "DEVICE:UNREFUSED"
+    ]
+    assert [str(f.signature) for f in device_checks.check_refused(seen, "lock", "it")] == [
+        "DEVICE:FALSE_SUCCESS"
+    ]
+
+
+def test_what_a_peer_has_mapped_is_refused_and_goes_once_it_is_closed() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        ranks.share()
+        mapped = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
+        assert device_checks.came_to(mapped) == "refused at checkpoint: CUDA:801@checkpoint"
+        assert device_checks.check_carried(mapped) == []
+        ranks.close_shared()
+        closed = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
+        ranks.share_again(closed)
+    assert device_checks.came_to(closed) == "carried"
+    assert set(closed.answers.values()) == {"right"}
+
+
+def test_a_peer_that_cannot_map_is_an_answer_after_the_cycle_and_an_error_before() -> None:
+    with DeviceRanks("stand-in") as ranks:
+        seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
+        (ranks._folder / f"{ranks.pids[1]}.mapped").mkdir()  # the file cannot be written
+        ranks.share_again(seen)
+        found = device_checks.check_carried(seen)
+        with pytest.raises(EnvironmentFailure, match="rank 1 cannot take memory"):
+            ranks.share()
+    assert [str(one.signature) for one in found] == ["DEVICE:STATE_LOST"]
 
 
 # Inside a lifecycle --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from nvsnap_conformance.capabilities import Capabilities, Capability
 from nvsnap_conformance.engines.protocol import RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded, EngineStartError, EnvironmentFailure
 from nvsnap_conformance.outcomes import (
@@ -86,6 +87,17 @@ def test_an_owned_expectation_covers_its_signature_at_its_size(target: Target) -
         (2, "0.32.0", "RPC:REFUSED"),
     ):
         assert judged(target, size, version, signature).outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(("there", "outcome"), [("580.159.04", Outcome.XFAILED), ("610.1", Outcome.FAILED)])
+def test_an_expectation_of_a_driver_holds_for_that_driver_only(
+    target: Target, there: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Capabilities({"driver": Capability("driver", present=True, value=there)})
+    monkeypatch.setattr("nvsnap_conformance.capabilities.probe", lambda: machine)
+    shipped = [Shipped(target, "0.32.0", 0)]
+    seen = apply_expectation(failure("CUDA:1@restore"), ["DEVICE-SHARED-KNOWN"], Arm(None, 0), shipped)
+    assert seen.outcome is outcome
 
 
 def test_a_known_failure_does_not_hide_a_new_one_beside_it(target: Target) -> None:

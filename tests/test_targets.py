@@ -61,6 +61,7 @@ def test_default_target_says_what_the_design_says() -> None:
         "ENGINE-LEAVES-NOTHING",
         "COLL-BACKEND-AGREE",
         "COLL-SWITCHED-OFF-MEANS-NONE",
+        "DEVICE-SHARED-KNOWN",
     }
 
 

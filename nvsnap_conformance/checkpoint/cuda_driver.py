@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper, call_all
 from nvsnap_conformance.checkpoint.device import NOT_INITIALIZED, Reply, RoundsCheckpointer
-from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
+from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure, UsageError
 from nvsnap_conformance.gpus import require_driver, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from nvsnap_conformance.deadline import Deadline
@@ -27,15 +28,19 @@ STATE_SECONDS = 10.0
 class CudaDriverCheckpointer(RoundsCheckpointer):
     """Drives every process with a CUDA context, each through a helper process of its own.
 
-    ``driver`` is a stand-in's file in place of cuda-bindings, for tests.
+    ``driver`` is a stand-in's file in place of cuda-bindings, for tests. ``moves`` has processes restored
+    onto other devices (CUDA 13.0 and later): the UUID of each device that they see, as ``nvidia-smi -L``
+    prints it, and the one to restore onto. Where a restore onto other devices fails, the roll-back restores
+    onto the old ones.
     """
 
     name = "cuda-driver"
     kind = "CUDA"
 
-    def __init__(self, *, driver: Path | None = None) -> None:
+    def __init__(self, *, driver: Path | None = None, moves: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._driver = driver
+        self._moves = {_digits(old): _digits(new) for old, new in (moves or {}).items()}
         self._helpers: dict[int, Helper] = {}
 
     def survey(self, pids: Sequence[int], deadline: Deadline) -> tuple[dict[int, str], dict[int, str]]:
@@ -76,7 +81,12 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
 
     def make_calls(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
         """Make one call on all ``pids`` at once; a helper that does not answer in time is killed."""
-        return call_all({pid: self._helpers[pid] for pid in pids}, verb, deadline)
+        moves = self._moves if verb == "restore" and not self._undoing else None
+        return call_all({pid: self._helpers[pid] for pid in pids}, verb, deadline, moves)
+
+    def may_repeat(self, verb: str) -> bool:
+        """Return whether the roll-back makes another call than the one that failed: it moves nothing."""
+        return verb == "restore" and bool(self._moves)
 
     def read_states(self, pids: Sequence[int], deadline: Deadline) -> dict[int, str | None]:
         """Read every state, with a new helper where the old one hung or died."""
@@ -103,6 +113,15 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
         for helper in self._helpers.values():
             helper.close()
         self._helpers = {}
+
+
+def _digits(uuid: str) -> str:
+    try:
+        return UUID(uuid.removeprefix("GPU-")).hex
+    except ValueError:
+        raise UsageError(
+            f"{uuid!r} is no UUID of a GPU", next_step="take it from `nvidia-smi -L`, with or without GPU-"
+        ) from None
 
 
 def _maps_cuda(pid: int) -> bool:

@@ -96,10 +96,15 @@ class Helper:
             )
         self._ready = True
 
-    def send(self, verb: str, milliseconds: int = 0) -> None:
+    def send(self, verb: str, milliseconds: int = 0, moves: Mapping[str, str] | None = None) -> None:
         """Ask for one call. A helper that is gone is noticed when its answer is read."""
         self._number += 1
-        request = {"number": self._number, "verb": verb, "milliseconds": milliseconds}
+        request = {
+            "number": self._number,
+            "verb": verb,
+            "milliseconds": milliseconds,
+            "moves": dict(moves or {}),
+        }
         with suppress(OSError):
             self._stdin.write((json.dumps(request) + "\n").encode())
             self._stdin.flush()
@@ -150,15 +155,18 @@ class Helper:
         return message
 
 
-def call_all(helpers: Mapping[int, Helper], verb: str, deadline: Deadline) -> dict[int, Reply]:
+def call_all(
+    helpers: Mapping[int, Helper], verb: str, deadline: Deadline, moves: Mapping[str, str] | None = None
+) -> dict[int, Reply]:
     """Make one call on every process at the same time; return once each has answered, died or hung.
 
-    A helper without an answer at the deadline is killed, and its reply says so.
+    ``moves`` are the devices of a restore. A helper without an answer at the deadline is killed, and its
+    reply says so.
     """
     began = time.monotonic()
     milliseconds = max(1, int((deadline.remaining() - LOCK_MARGIN_SECONDS) * 1000)) if verb == "lock" else 0
     for helper in helpers.values():
-        helper.send(verb, milliseconds)
+        helper.send(verb, milliseconds, moves)
     replies: dict[int, Reply] = {}
     while len(replies) < len(helpers):
         waiting = [helper for pid, helper in helpers.items() if pid not in replies]

@@ -55,17 +55,21 @@ class Caller:
         self._driver = driver
         self._pid = pid
 
-    def call(self, verb: str, milliseconds: int) -> dict[str, Any]:
-        """Make one call; return result (name and number), the state read back, and the span (monotonic)."""
+    def call(self, verb: str, milliseconds: int, moves: dict[str, str]) -> dict[str, Any]:
+        """Make one call; return result (name and number), the state read back, and the span (monotonic).
+
+        ``milliseconds`` is a lock's timeout, ``moves`` the devices of a restore: UUID that the process was
+        checkpointed on to UUID that it is restored onto, both as 32 hexadecimal digits.
+        """
         began = time.monotonic()
-        answer = self._make(verb, milliseconds)
+        answer = self._make(verb, milliseconds, moves)
         ended = time.monotonic()
         reply = {**_result(answer), "began": began, "ended": ended}
         if verb == "thread":
             return {**reply, "thread": int(answer[1]) if reply["code"] == 0 else None}
         return {**reply, **self._state(answer if verb == "state" else None)}
 
-    def _make(self, verb: str, milliseconds: int) -> Any:
+    def _make(self, verb: str, milliseconds: int, moves: dict[str, str]) -> Any:
         driver, pid = self._driver, self._pid
         if verb == "state":
             return driver.cuCheckpointProcessGetState(pid)
@@ -79,8 +83,21 @@ class Caller:
         if verb == "checkpoint":
             return driver.cuCheckpointProcessCheckpoint(pid, driver.CUcheckpointCheckpointArgs())
         if verb == "restore":
-            return driver.cuCheckpointProcessRestore(pid, driver.CUcheckpointRestoreArgs())
+            arguments = driver.CUcheckpointRestoreArgs()
+            if moves:
+                arguments.gpuPairs = [self._pair(old, new) for old, new in moves.items()]
+                arguments.gpuPairsCount = len(moves)
+            return driver.cuCheckpointProcessRestore(pid, arguments)
         return driver.cuCheckpointProcessUnlock(pid, driver.CUcheckpointUnlockArgs())
+
+    def _pair(self, old: str, new: str) -> Any:
+        pair = self._driver.CUcheckpointGpuPair()
+        for field, digits in (("oldUuid", old), ("newUuid", new)):
+            uuid = self._driver.CUuuid()
+            # cuda-bindings 13.3 lets the bytes be read only.
+            ctypes.memmove(uuid.getPtr(), bytes.fromhex(digits), 16)
+            setattr(pair, field, uuid)
+        return pair
 
     def _state(self, answer: Any) -> dict[str, Any]:
         answer = self._driver.cuCheckpointProcessGetState(self._pid) if answer is None else answer
@@ -128,7 +145,7 @@ def main() -> None:
     while True:
         request = requests.get()
         try:
-            reply = caller.call(request["verb"], request.get("milliseconds", 0))
+            reply = caller.call(request["verb"], request.get("milliseconds", 0), request.get("moves", {}))
         except Exception as error:  # noqa: BLE001 - as above
             reply = {"error": f"{type(error).__name__}: {error}"}
         _say(event="reply", number=request["number"], **reply)

@@ -115,6 +115,10 @@ class RoundsCheckpointer(ABC):
         """Return what is worth recording before a verb."""
         return {}
 
+    def may_repeat(self, verb: str) -> bool:  # noqa: ARG002
+        """Return whether a verb that has failed may be tried once more in the roll-back."""
+        return False
+
     @abstractmethod
     def drop(self) -> None:
         """End whatever was started to make the calls."""
@@ -290,7 +294,8 @@ class RoundsCheckpointer(ABC):
                 return False
             known.discard(state)
             if pids := [pid for pid, now in states.items() if now == state]:
-                if any((pid, verb) in self._failed_calls for pid in pids):
+                failed = any((pid, verb) in self._failed_calls for pid in pids)
+                if failed and not self.may_repeat(verb):
                     return False
                 self.call(verb, pids, deadline.reserve(0.5))
                 states = self._settled(deadline.reserve(0.5))

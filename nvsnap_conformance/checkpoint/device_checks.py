@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from nvsnap_conformance.checkpoint.device_failure import HANG, Fate
-from nvsnap_conformance.checkpoint.device_rank import BYTES
+from nvsnap_conformance.checkpoint.device_held import BYTES
 from nvsnap_conformance.lifecycle.trace import Event, Verb, check_order
 from nvsnap_conformance.outcomes import Finding, Outcome, finding
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from nvsnap_conformance.checkpoint.device_ranks import DeviceObservation
 
 
@@ -142,3 +144,71 @@ def check_context_free(seen: DeviceObservation) -> list[Finding]:
     if missing:
         return [finding(f"nothing says that {missing} were left alone", "DEVICE:UNNAMED")]
     return []
+
+
+def check_refused(seen: DeviceObservation, verb: str, what: str) -> list[Finding]:
+    """Check that the driver itself refused a verb for ``what``, by an error of its own, and how it ended.
+
+    Findings: ``DEVICE:UNREFUSED`` (it failed for a reason of the suite's or of nobody's), and those of
+    :func:`check_false_success` and :func:`check_known_end`.
+    """
+    found = check_false_success(seen, verb, what)
+    if not found and not (seen.failure and seen.failure.signature.code.isdecimal()):
+        found = [finding(f"the driver did not refuse {what}: {seen.error}", "DEVICE:UNREFUSED")]
+    return found or check_known_end(seen)
+
+
+def came_to(seen: DeviceObservation) -> str:
+    """Return in words what a cycle came to, for the record: carried, refused, lost or wrong."""
+    if seen.error is not None:
+        told = seen.failure.signature if seen.failure else seen.error.what
+        return f"{'refused' if _refused(seen) else 'failed'} at {seen.at}: {told}"
+    wrong = sorted({answer for answer in seen.answers.values() if answer != "right"})
+    return ", ".join(wrong) or "carried"
+
+
+def check_carried(seen: DeviceObservation) -> list[Finding]:
+    """Check that all that the processes hold works again, or was refused while every process runs on.
+
+    Findings: the failure's own where it came too late to be a refusal, ``DEVICE:STATE_LOST``,
+    ``DEVICE:FAILED``, and those of :func:`check_known_end` where it was refused.
+    """
+    if seen.error is not None:
+        return check_known_end(seen) if _refused(seen) else check_completed(seen)
+    wrong = {pid: answer for pid, answer in seen.answers.items() if answer != "right"}
+    if wrong:
+        return [finding(f"after the restore processes find: {wrong}", "DEVICE:STATE_LOST")]
+    return []
+
+
+def _refused(seen: DeviceObservation) -> bool:
+    failure = seen.failure
+    return (
+        failure is not None
+        and seen.at in {"lock", "checkpoint"}
+        and failure.outcome is not Outcome.HANG
+        and failure.fate is Fate.RUNNING
+    )
+
+
+def check_devices(before: list[str], after: list[str], moves: Mapping[str, str]) -> list[Finding]:
+    """Check that each process sees the device that it was moved to, by UUID and by bus id.
+
+    ``before`` and ``after`` are what each process said: UUID and bus id, a space between. Findings:
+    ``DEVICE:NOT_MOVED``, ``DEVICE:STALE_BUS_ID`` (the UUID is the new one's, the bus id is not).
+    """
+    buses = dict(told.split(" ", 1) for told in before)
+    found: list[Finding] = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        wanted = moves[old.split(" ", 1)[0]]
+        uuid, _, bus = new.partition(" ")
+        if uuid != wanted:
+            found.append(finding(f"rank {rank} is on {new}, not on {wanted}", "DEVICE:NOT_MOVED"))
+        elif bus != buses.get(wanted, bus):
+            found.append(
+                finding(
+                    f"rank {rank} is on {uuid} and has the bus id {bus}, not {buses[wanted]}",
+                    "DEVICE:STALE_BUS_ID",
+                )
+            )
+    return found

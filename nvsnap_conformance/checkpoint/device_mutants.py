@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from signal import SIGKILL
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.device import AFTER, RUNNING, Reply
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
 from nvsnap_conformance.checkpoint.protocol import CheckpointResult
+from nvsnap_conformance.checkpoint.stand_in_driver import FOLDER
 from nvsnap_conformance.deadline import Deadline, wait_for
 
 if TYPE_CHECKING:
@@ -59,6 +62,34 @@ class OnlyLocks(CudaDriverCheckpointer):
             done = super().make_calls("state", pids, deadline)
             return {pid: replace(reply, verb=verb, state=AFTER[verb]) for pid, reply in done.items()}
         return super().make_calls(verb, pids, deadline)
+
+
+class CarriesPlainMemoryOnly(CudaDriverCheckpointer):
+    """Brings back what was allocated plainly, and nothing else that a process held."""
+
+    def make_calls(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
+        """Lose the rest at ``restore``; only the stand-in's can be lost from outside."""
+        replies = super().make_calls(verb, pids, deadline)
+        folder = os.environ.get(FOLDER)
+        if verb == "restore" and folder is not None:
+            for pid in pids:
+                (Path(folder) / f"{pid}.extra").unlink()
+        return replies
+
+
+class OverridesARefusal(CudaDriverCheckpointer):
+    """Goes on after a checkpoint that the driver refused, as a script without a look at exit codes does."""
+
+    def problem(self, verb: str, reply: Reply) -> tuple[str, str] | None:
+        """See nothing wrong with a checkpoint."""
+        return None if verb == "checkpoint" else super().problem(verb, reply)
+
+
+class ForgetsWhereTo(CudaDriverCheckpointer):
+    """Restores every process onto the device that it was on, whatever was asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(options | {"moves": None}))
 
 
 class TrustsTheReturnCode(CudaDriverCheckpointer):

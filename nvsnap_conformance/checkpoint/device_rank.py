@@ -1,8 +1,11 @@
 """One process with GPU state, for the cases of the device layer; run as a program.
 
-Arguments: the kind (``gpu``, ``stand-in`` or ``none``), the number of the GPU and the suite's path as JSON.
-Says ``ready`` once it holds its memory; answers each line of its standard input with ``right``, ``wrong`` or
-``gone``; ends with its standard input.
+Arguments: where (``gpu``, ``stand-in`` or ``none``), the number of the GPU, the suite's path as JSON, what is
+held (a kind of :mod:`nvsnap_conformance.checkpoint.device_held`) and the descriptor of the socket to the peer
+(-1: none). Says ``ready`` once it holds it. Then it does what each line of its standard input says, and
+answers with one line: ``look`` with ``right`` or what is wrong, ``share``, ``take`` and ``drop`` with
+``done``, ``where`` with its device; where a call fails, with ``failed: `` and why. It ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -11,72 +14,50 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from nvsnap_conformance.checkpoint.device_held import Memory
+    from nvsnap_conformance.checkpoint.device_held_stand_in import StandIn
 
-BYTES = 64 << 20
-"""GPU memory of a real process, in bytes."""
-
-_STAND_IN_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 
 
-def _on_gpu(number: int) -> Callable[[], str]:
-    from cuda.bindings import driver  # noqa: PLC0415 - only where there is a GPU
+def _hold(where: str, number: int, kind: str, channel: socket.socket | None) -> Memory | StandIn | None:
+    # Each loads only what it needs: none of a GPU's bindings where there is no GPU.
+    if where == "gpu":
+        from nvsnap_conformance.checkpoint.device_held import KINDS, Cuda  # noqa: PLC0415
 
-    def made(answer: tuple[object, ...]) -> object:
-        if int(answer[0]) != 0:  # type: ignore[call-overload] # an enumeration of cuda-bindings
-            raise RuntimeError(f"CUDA answers {answer[0]}")
-        return answer[1] if len(answer) > 1 else None
+        return KINDS[kind](Cuda(number), channel)
+    if where == "stand-in":
+        from nvsnap_conformance.checkpoint.device_held_stand_in import StandIn  # noqa: PLC0415
 
-    made(driver.cuInit(0))
-    device = made(driver.cuDeviceGet(number))
-    made(driver.cuCtxSetCurrent(made(driver.cuDevicePrimaryCtxRetain(device))))
-    address = made(driver.cuMemAlloc(BYTES))
-    pattern = int.from_bytes(os.urandom(4), "little")
-    made(driver.cuMemsetD32(address, pattern, BYTES // 4))
-    made(driver.cuCtxSynchronize())
-    expected = pattern.to_bytes(4, "little") * (BYTES // 4)
-
-    def look() -> str:
-        back = bytearray(BYTES)
-        made(driver.cuMemcpyDtoH(back, address, BYTES))
-        return "right" if back == expected else "wrong"
-
-    return look
+        return StandIn(channel)
+    return None
 
 
-def _stand_in() -> Callable[[], str]:
-    folder = Path(os.environ["NVSNAP_STAND_IN_DRIVER"])
-    memory = folder / f"{os.getpid()}.memory"
-    expected = os.urandom(_STAND_IN_BYTES)
-    memory.write_bytes(expected)
-    (folder / f"{os.getpid()}.state").write_text("CU_PROCESS_STATE_RUNNING")
-
-    def look() -> str:
-        try:
-            return "right" if memory.read_bytes() == expected else "wrong"
-        except FileNotFoundError:
-            return "gone"
-
-    return look
+def _answer(held: Memory | StandIn | None, command: str) -> str:
+    if held is None:
+        return "none"
+    try:
+        told: str | None = getattr(held, command)()
+    except (RuntimeError, OSError) as error:
+        return f"failed: {error}"
+    return told or "done"
 
 
 def main() -> None:
-    """Hold memory until the standard input ends."""
+    """Hold GPU state until the standard input ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    kind, number = sys.argv[1], int(sys.argv[2])
-    sys.path[:] = json.loads(sys.argv[3])
-    look: Callable[[], str] = (
-        (lambda: "none") if kind == "none" else _stand_in() if kind == "stand-in" else _on_gpu(number)
-    )
+    where, number, path, kind, descriptor = sys.argv[1:]
+    sys.path[:] = json.loads(path)
+    channel = socket.socket(fileno=os.dup(int(descriptor))) if int(descriptor) >= 0 else None
+    held = _hold(where, int(number), kind, channel)
     print("ready", flush=True)  # noqa: T201 - the parent waits for it
-    for _ in sys.stdin:
-        print(look(), flush=True)  # noqa: T201
+    for line in sys.stdin:
+        print(_answer(held, line.strip()), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

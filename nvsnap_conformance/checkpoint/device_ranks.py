@@ -10,6 +10,7 @@ import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,13 +29,17 @@ from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, count_visible, leased
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from nvsnap_conformance.checkpoint.protocol import CheckpointResult, DeviceCheckpointer
 
 GPU, STAND_IN = "gpu", "stand-in"
+MEMORY, EVERYTHING = "memory", "everything"
 VERBS = ("lock", "checkpoint", "restore", "unlock")
+
+STAND_IN_DEVICES = ("00" * 15 + "01", "00" * 15 + "02")
+"""UUIDs of the stand-in's devices, as 32 hexadecimal digits."""
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
@@ -68,6 +73,13 @@ class DeviceObservation:
     at: str | None = None
 
     @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls that the checkpointer tells of, those of a roll-back included."""
+        if self.failure is not None:
+            return list(self.failure.calls)
+        return [call for result in self.results.values() for call in result.details["calls"]]
+
+    @property
     def failure(self) -> DeviceFailure | None:
         """The error, where it is one of the device layer's own."""
         return self.error if isinstance(self.error, DeviceFailure) else None
@@ -77,17 +89,27 @@ class DeviceRanks:
     """``count`` processes that hold GPU memory, and one without a context. Use as a context.
 
     ``kind`` is ``gpu`` or ``stand-in``; for the latter ``faults`` maps (rank, verb) to a fault of
-    :mod:`nvsnap_conformance.checkpoint.stand_in_driver`.
+    :mod:`nvsnap_conformance.checkpoint.stand_in_driver`. On a GPU each rank holds what ``holding`` says, a
+    kind of :mod:`nvsnap_conformance.checkpoint.device_held` for all or one for each; on the stand-in all
+    kinds are alike. The first two have a socket between them, for handles.
     """
 
     def __init__(
-        self, kind: str, count: int = 2, *, faults: Mapping[tuple[int, str], str] | None = None
+        self,
+        kind: str,
+        count: int = 2,
+        *,
+        faults: Mapping[tuple[int, str], str] | None = None,
+        holding: str | Sequence[str] = MEMORY,
     ) -> None:
         self.kind = kind
         self._count = count
         self._faults = dict(faults or {})
+        self._holding = [holding] * count if isinstance(holding, str) else list(holding)
         self._undo = ExitStack()
         self._processes: list[subprocess.Popen[str]] = []
+        self._others: list[subprocess.Popen[str]] = []
+        self._environment: dict[str, str] = {}
         self._identities: list[ProcessId] = []
         self._folder = Path()
         self._lease: Lease | None = None
@@ -128,44 +150,38 @@ class DeviceRanks:
             os.environ[stand_in_driver.FOLDER] = str(self._folder)
             self._undo.callback(_put_back, stand_in_driver.FOLDER, before)
         self._undo.callback(self._end)
-        for rank in range(self._count + 1):
-            kind = self.kind if rank < self._count else "none"
-            number = rank % len(self._lease.gpus) if self._lease else 0
-            self._processes.append(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-I",
-                        "-S",
-                        device_rank.__file__,
-                        kind,
-                        str(number),
-                        json.dumps(sys.path),
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
-        deadline = Deadline.after(START_SECONDS)
-        for process in self._processes:
-            if _line(process, deadline) != "ready":
-                process.kill()
-                raise EnvironmentFailure(
-                    "a process with GPU memory did not come up",
-                    cause=process.communicate()[1].strip()[-500:],
-                    next_step="see `nvidia-smi`, and whether cuda-bindings is installed beside the suite",
-                )
-            identity = ProcessId.of(process.pid)
-            assert identity is not None  # a child of ours that has not been waited for
-            self._identities.append(identity)
+        self._environment = environment
+        ends = [self._undo.enter_context(end) for end in socket.socketpair()]
+        for rank in range(self._count):
+            self._processes.append(self._launch(rank, self._holding[rank], ends[rank] if rank < 2 else None))
+        self._processes.append(self._launch(self._count, None, None))
+        self._identities = [_ready(process) for process in self._processes]
         faults = {f"{self.pids[rank]}:{verb}": fault for (rank, verb), fault in self._faults.items()}
         (self._folder / "faults.json").write_text(json.dumps(faults))
+        (self._folder / "devices.json").write_text(json.dumps(STAND_IN_DEVICES))
+        for rank, pid in enumerate(self.pids):
+            # Each sees all of them, its own first.
+            seen = STAND_IN_DEVICES[rank % 2 :] + STAND_IN_DEVICES[: rank % 2]
+            (self._folder / f"{pid}.devices").write_text(json.dumps(seen))
+
+    def _launch(self, rank: int, holding: str | None, end: socket.socket | None) -> subprocess.Popen[str]:
+        """Start a process that holds something, or nothing of a device at all (``None``)."""
+        where = "none" if holding is None else self.kind
+        number = rank % len(self._lease.gpus) if self._lease else 0
+        descriptor = -1 if end is None else end.fileno()
+        words = [where, str(number), json.dumps(sys.path), holding or MEMORY, str(descriptor)]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", device_rank.__file__, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+            pass_fds=() if end is None else (descriptor,),
+        )
 
     def _end(self) -> None:
-        for process in self._processes:
+        for process in [*self._processes, *self._others]:
             process.kill()
             process.communicate()
 
@@ -186,13 +202,64 @@ class DeviceRanks:
                 return sum(nvml.use(gpu).used for gpu in self._lease.gpus)
         return sum(path.stat().st_size for path in self._folder.glob("*.memory"))
 
-    def cycle(self, checkpointer: DeviceCheckpointer) -> DeviceObservation:
-        """Take all processes through one cycle and look at what came of it; raises nothing of the cycle's."""
+    def share(self) -> None:
+        """Have rank 1 map what rank 0 shares; raise :class:`EnvironmentFailure` where that cannot be."""
+        self._told(0, "share")
+        self._told(1, "take")
+
+    def share_again(self, seen: DeviceObservation) -> None:
+        """Share once more after a cycle and look again; what does not work then is an answer of rank 1."""
+        try:
+            self.share()
+            seen.answers = self.answers()
+        except EnvironmentFailure as failure:
+            seen.answers[self.pids[1]] = failure.what
+
+    def close_shared(self) -> None:
+        """Have rank 1 close it again."""
+        self._told(1, "drop")
+
+    def devices(self) -> list[str]:
+        """Return the device of each rank as the rank sees it: UUID (32 hexadecimal digits) and bus id."""
+        return [self._ask(process, "where") for process in self._processes[: self._count]]
+
+    def answers(self) -> dict[int, str]:
+        """Ask every rank whether what it holds works as it did: ``right``, or what is wrong."""
+        return {process.pid: self._ask(process) for process in self._processes[: self._count]}
+
+    def fill(self) -> None:
+        """Take all memory that is left on the GPUs, by other processes, until the ranks are ended."""
+        assert self._lease is not None  # a stand-in has a fault in its place
+        for number in range(len(self._lease.gpus)):
+            self._others.append(self._launch(number, EVERYTHING, None))
+        for process in self._others:
+            _ready(process)
+
+    def _told(self, rank: int, command: str) -> None:
+        answer = self._ask(self._processes[rank], command)
+        if answer != "done":
+            raise EnvironmentFailure(
+                f"rank {rank} cannot {command} memory: {answer}",
+                cause="the driver or the container does not let processes share memory",
+                next_step="see `nvsnap-conformance doctor` for peer access and namespaces",
+            )
+
+    def cycle(
+        self,
+        checkpointer: DeviceCheckpointer,
+        *,
+        while_away: Callable[[], None] = lambda: None,
+        verb_seconds: float = VERB_SECONDS,
+    ) -> DeviceObservation:
+        """Take all processes through one cycle and look at what came of it; raises nothing of the cycle's.
+
+        ``while_away`` is called after the checkpoint; ``verb_seconds`` bounds a verb, in seconds.
+        """
         seen = DeviceObservation(self.pids, self.context_free, real=self.kind == GPU)
         hanging = {verb for (_, verb), fault in self._faults.items() if fault == "HANG"}
         seen.memory["before"] = self.memory()
         for verb in VERBS:
-            deadline = Deadline.after(FAULT_SECONDS if verb in hanging else VERB_SECONDS)
+            deadline = Deadline.after(FAULT_SECONDS if verb in hanging else verb_seconds)
             try:
                 seen.results[verb] = getattr(checkpointer, verb)([*self.pids, *self.context_free], deadline)
             except NvsnapError as error:
@@ -200,6 +267,7 @@ class DeviceRanks:
                 break
             if verb == "checkpoint":
                 seen.memory["between"] = self.memory()
+                while_away()
         seen.memory["after"] = self.memory()
         self._look(seen)
         return seen
@@ -211,7 +279,7 @@ class DeviceRanks:
         for process, identity in zip(self._processes, self._identities, strict=True):
             seen.alive[process.pid] = identity.alive
         if self.kind == GPU:
-            seen.order = [call for result in seen.results.values() for call in result.details["calls"]]
+            seen.order = seen.calls
         else:
             log = self._folder / "calls.jsonl"
             lines = log.read_text().splitlines() if log.exists() else []
@@ -221,14 +289,14 @@ class DeviceRanks:
                 pid: (self._folder / f"{pid}.state").read_text().removeprefix(prefix) for pid in self.pids
             }
         if seen.failure is None or all(seen.alive.values()):
-            seen.answers = {p.pid: self._ask(p) for p in self._processes[: self._count] if seen.alive[p.pid]}
+            seen.answers = {pid: told for pid, told in self.answers().items() if seen.alive[pid]}
 
-    def _ask(self, process: subprocess.Popen[str]) -> str:
+    def _ask(self, process: subprocess.Popen[str], command: str = "look") -> str:
         assert process.stdin is not None  # asked for at the start
         try:
-            process.stdin.write("look\n")
+            process.stdin.write(f"{command}\n")
             process.stdin.flush()
-            return _line(process, Deadline.after(ANSWER_SECONDS)) or "died"
+            return _line(process, Deadline.after(ANSWER_SECONDS)) or f"died: {_last_words(process)}"
         except BrokenPipeError:
             return "died"
         except DeadlineExceeded:
@@ -240,6 +308,28 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
+
+
+def _ready(process: subprocess.Popen[str]) -> ProcessId:
+    """Wait until a process holds what it is to hold; raise :class:`EnvironmentFailure` where it does not."""
+    if _line(process, Deadline.after(START_SECONDS)) != "ready":
+        process.kill()
+        raise EnvironmentFailure(
+            "a process with GPU memory did not come up",
+            cause=_last_words(process),
+            next_step="see `nvidia-smi`, and whether cuda-bindings is installed beside the suite",
+        )
+    identity = ProcessId.of(process.pid)
+    assert identity is not None  # a child of ours that has not been waited for
+    return identity
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    """Return the end of what a process that has ended, or is about to, wrote to stderr."""
+    try:
+        return process.communicate(timeout=ANSWER_SECONDS)[1].strip()[-500:]
+    except subprocess.TimeoutExpired:
+        return "it still runs"
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -2,9 +2,11 @@
 
 Loaded by a helper process in place of ``cuda.bindings.driver``; standard library only. The folder that the
 environment variable ``NVSNAP_STAND_IN_DRIVER`` names holds one file for each process that has "initialised
-CUDA" (``PID.state``, its content a state's name), its "GPU memory" (``PID.memory``, while checkpointed
-``PID.saved``), the faults (``faults.json``: ``{"PID:verb": fault}``) and
-the log of all calls as the driver saw them (``calls.jsonl``), which is what order is judged by.
+CUDA" (``PID.state``, its content a state's name), what it has on the device (``PID.memory``, ``PID.extra``;
+while checkpointed ``PID.memory.saved`` and ``PID.extra.saved``), ``PID.mapped`` while it has memory of a peer
+mapped (its checkpoint is refused then), the UUIDs of its devices (``PID.devices``) and of all devices
+(``devices.json``), the faults (``faults.json``: ``{"PID:verb": fault}``) and the log of all calls as the
+driver saw them (``calls.jsonl``), which is what order is judged by.
 
 Faults are the name of an error (state unchanged); ``HANG``; ``LOST`` (CUDA_ERROR_NOT_SUPPORTED, and no way
 back, as measured on driver 580.159.04 for a live communicator at restore); ``IDLE`` (success, and nothing
@@ -13,13 +15,17 @@ done).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import time
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FOLDER = "NVSNAP_STAND_IN_DRIVER"
 
@@ -29,6 +35,7 @@ class CUresult(IntEnum):
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NOT_INITIALIZED = 3
     CUDA_ERROR_ILLEGAL_STATE = 401
     CUDA_ERROR_NOT_READY = 600
@@ -67,8 +74,34 @@ class CUcheckpointCheckpointArgs:
     """No arguments."""
 
 
+class CUuuid:
+    """The UUID of a device, 16 bytes."""
+
+    def __init__(self) -> None:
+        self._buffer = ctypes.create_string_buffer(16)
+
+    def getPtr(self) -> int:  # noqa: N802 - the name in cuda-bindings
+        """Return the address of the bytes."""
+        return ctypes.addressof(self._buffer)
+
+    @property
+    def bytes(self) -> bytes:
+        """The bytes."""
+        return self._buffer.raw
+
+
+class CUcheckpointGpuPair:
+    """The device that a process was checkpointed on, and the one that it is restored onto."""
+
+    oldUuid: CUuuid  # noqa: N815 - the driver's names
+    newUuid: CUuuid  # noqa: N815
+
+
 class CUcheckpointRestoreArgs:
-    """No arguments."""
+    """The arguments of a restore; without pairs a process is restored onto the devices that it was on."""
+
+    gpuPairs: Sequence[CUcheckpointGpuPair] = ()  # noqa: N815 - the driver's names
+    gpuPairsCount = 0  # noqa: N815
 
 
 class CUcheckpointUnlockArgs:
@@ -111,9 +144,9 @@ def cuCheckpointProcessCheckpoint(pid: int, _arguments: Any) -> tuple[CUresult]:
     return _step(pid, "checkpoint")
 
 
-def cuCheckpointProcessRestore(pid: int, _arguments: Any) -> tuple[CUresult]:  # noqa: N802
-    """Take it from CHECKPOINTED to LOCKED."""
-    return _step(pid, "restore")
+def cuCheckpointProcessRestore(pid: int, arguments: Any) -> tuple[CUresult]:  # noqa: N802
+    """Take it from CHECKPOINTED to LOCKED, onto the devices that the pairs name."""
+    return _step(pid, "restore", list(arguments.gpuPairs) if arguments.gpuPairsCount else None)
 
 
 def cuCheckpointProcessUnlock(pid: int, _arguments: Any) -> tuple[CUresult]:  # noqa: N802
@@ -121,15 +154,15 @@ def cuCheckpointProcessUnlock(pid: int, _arguments: Any) -> tuple[CUresult]:  # 
     return _step(pid, "unlock")
 
 
-def _step(pid: int, verb: str) -> tuple[CUresult]:
+def _step(pid: int, verb: str, pairs: list[CUcheckpointGpuPair] | None = None) -> tuple[CUresult]:
     began = time.monotonic()
     _log(pid, verb, began, None, None)
-    result = _answer(pid, verb)
+    result = _answer(pid, verb, pairs)
     _log(pid, verb, began, time.monotonic(), result.name)
     return (result,)
 
 
-def _answer(pid: int, verb: str) -> CUresult:
+def _answer(pid: int, verb: str, pairs: list[CUcheckpointGpuPair] | None) -> CUresult:
     fault = _fault(pid, verb)
     if fault == "HANG":
         signal.pause()
@@ -146,13 +179,38 @@ def _answer(pid: int, verb: str) -> CUresult:
         return CUresult.CUDA_SUCCESS
     if fault:
         return CUresult[fault]
-    memory, saved = _folder() / f"{pid}.memory", _folder() / f"{pid}.saved"
     if verb == "checkpoint":
-        memory.rename(saved)
+        if (_folder() / f"{pid}.mapped").exists():
+            return CUresult.CUDA_ERROR_NOT_SUPPORTED
+        for file in _held(pid):
+            file.rename(file.with_name(f"{file.name}.saved"))
     elif verb == "restore":
-        saved.rename(memory)
+        if pairs is not None and not _move(pid, pairs):
+            return CUresult.CUDA_ERROR_INVALID_VALUE
+        for file in _held(pid):
+            file.with_name(f"{file.name}.saved").rename(file)
     _become(pid, after)
     return CUresult.CUDA_SUCCESS
+
+
+def _held(pid: int) -> list[Path]:
+    return [_folder() / f"{pid}.{name}" for name in ("memory", "extra")]
+
+
+def _move(pid: int, pairs: list[CUcheckpointGpuPair]) -> bool:
+    """Put a process onto other devices; false where the pairs do not map each of its own to one of all.
+
+    NVIDIA/cuda-checkpoint issue 35: a map has to name every device that the process sees, one to one.
+    """
+    file = _folder() / f"{pid}.devices"
+    old: list[str] = json.loads(file.read_text())
+    there: list[str] = json.loads((_folder() / "devices.json").read_text())
+    moves = {pair.oldUuid.bytes.hex(): pair.newUuid.bytes.hex() for pair in pairs}
+    new = list(moves.values())
+    if len(pairs) != len(old) or set(moves) != set(old) or len({*new}) != len(new) or not {*new} <= {*there}:
+        return False
+    file.write_text(json.dumps([moves[uuid] for uuid in old]))
+    return True
 
 
 def _folder() -> Path:

@@ -88,6 +88,7 @@ class Shipped:
             engine=self.target.engine.adapter,
             engine_version=self.engine_version,
             tensor_parallel=self.tensor_parallel,
+            driver_version=self._driver_version(clause),
         )
 
     def stale(self, clause: str, outcome: Outcome) -> tuple[Expectation, ...]:
@@ -97,7 +98,17 @@ class Shipped:
             engine=self.target.engine.adapter,
             engine_version=self.engine_version,
             tensor_parallel=self.tensor_parallel,
+            driver_version=self._driver_version(clause),
         )
+
+    def _driver_version(self, clause: str) -> str | None:
+        """Return the CUDA driver's version, ``None`` where there is none or no entry for the clause asks."""
+        entries = self.target.expectations().entries
+        if not any(entry.driver is not None for entry in entries if entry.clause == clause):
+            return None
+        from nvsnap_conformance.capabilities import probe  # noqa: PLC0415 - only where it matters
+
+        return probe().items["driver"].value
 
 
 def shipped_for(arm: Arm, selection: Selection, engine_versions: dict[str, str]) -> list[Shipped]:

@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nvsnap_conformance.checkpoint import device_checks
-from nvsnap_conformance.checkpoint.device_ranks import VERBS, DeviceRanks
+from nvsnap_conformance.checkpoint.device_ranks import GPU, MEMORY, VERBS, DeviceRanks
 from nvsnap_conformance.outcomes import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nvsnap_conformance.checkpoint.device_ranks import DeviceObservation
     from nvsnap_conformance.checkpoint.protocol import DeviceCheckpointer
+
+BUSY_SECONDS = 12.0
+"""Bound of a verb while a kernel runs that does not end, in seconds."""
 
 ERROR, NUMBER = "CUDA_ERROR_NOT_SUPPORTED", "801"
 
@@ -89,6 +93,35 @@ def test_a_failed_verb_leaves_all_or_none(
     require(found)
 
 
+@pytest.mark.clause("DEVICE-FAILURE-ENDS-KNOWN")
+def test_a_full_device_leaves_all_or_none(
+    device_kind: str,
+    make_device: Callable[[DeviceRanks], DeviceCheckpointer],
+    keep_device: Callable[[DeviceObservation], None],
+) -> None:
+    """Somebody else has taken the device's memory when the processes are to be restored."""
+    faults = {} if device_kind == GPU else {(1, "restore"): "CUDA_ERROR_OUT_OF_MEMORY"}
+    with DeviceRanks(device_kind, faults=faults) as ranks:
+        seen = ranks.cycle(make_device(ranks), while_away=ranks.fill if device_kind == GPU else _nothing)
+    keep_device(seen)
+    require(device_checks.check_refused(seen, "restore", "a device without memory"))
+
+
+@pytest.mark.clause("DEVICE-FAILURE-ENDS-KNOWN")
+def test_a_busy_device_leaves_all_or_none(
+    device_kind: str,
+    make_device: Callable[[DeviceRanks], DeviceCheckpointer],
+    keep_device: Callable[[DeviceObservation], None],
+) -> None:
+    """One of two processes runs a kernel that does not end, for which the driver's lock waits."""
+    faults = {} if device_kind == GPU else {(1, "lock"): "CUDA_ERROR_NOT_READY"}
+    with DeviceRanks(device_kind, faults=faults, holding=(MEMORY, "busy")) as ranks:
+        seen = ranks.cycle(make_device(ranks), verb_seconds=BUSY_SECONDS)
+    keep_device(seen)
+    passed = seen.error is None and device_kind == GPU
+    require(device_checks.check_carried(seen) if passed else device_checks.check_known_end(seen))
+
+
 @pytest.mark.clause("DEVICE-HANG-BOUNDED")
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_call_that_never_returns_is_a_hang(
@@ -98,3 +131,7 @@ def test_a_call_that_never_returns_is_a_hang(
     with DeviceRanks("stand-in", faults={(1, verb): "HANG"}) as ranks:
         seen = ranks.cycle(make_device(ranks))
     require(device_checks.check_hang(seen, verb) or device_checks.check_known_end(seen))
+
+
+def _nothing() -> None:
+    """Do nothing while the processes are away."""
