@@ -47,7 +47,7 @@ ENGINE = textwrap.dedent(
         def serve(self, raw):
             path = self.path.partition("?")[0]
             body = json.loads(raw) if raw else None
-            seen.append(self.path)
+            seen.append(self.path + (" " + body["method"] if path == "/collective_rpc" else ""))
             answer = {
                 "/health": {},
                 "/version": {"version": "0.32.0"},
@@ -56,6 +56,8 @@ ENGINE = textwrap.dedent(
                 "/seen": seen,
                 "/resume": {},
                 "/pause": {},
+                "/sleep": {"status": "sleeping"},
+                "/wake_up": {"status": "awake"},
                 "/openapi.json": {"paths": {
                     "/pause": {"post": {"parameters": [{"name": n} for n in PAUSE]}},
                     "/resume": {"post": {}}}},
@@ -209,6 +211,32 @@ def test_quiesce_speaks_as_the_server_describes_it(handle: VllmHandle, expected:
     assert handle.paused(soon()) is True
 
 
+def asked(handle: VllmHandle) -> list[str]:
+    """Return what the server was asked for since it was ready."""
+    seen: list[str] = handle._front.call("GET", "/seen", deadline=soon()).json()
+    return seen[seen.index("/v1/models") + 1 : -1]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_wake_leaves_asleep_what_would_resume_the_scheduler(handle: VllmHandle, level: int) -> None:
+    reload = level == 2
+    for _ in range(2):
+        handle.sleep(level, soon())
+        handle.wake(soon(), reload=reload)
+        handle.resume(soon())
+    cycle = [
+        # The default mode would end the requests that the front holds.
+        f"/sleep?level={level}&mode=wait",
+        "/wake_up?tags=weights",
+        *["/collective_rpc reload_weights"] * reload,
+        "/wake_up?tags=kv_cache",
+        "/resume",
+    ]
+    assert asked(handle) == cycle * 2
+    handle.resume(soon())
+    assert asked(handle)[-2:] == ["/seen", "/resume"]
+
+
 def test_what_a_front_can_answer(handle: VllmHandle) -> None:
     front = Front(handle.process, handle.port)
     with pytest.raises(Unavailable):
@@ -273,6 +301,7 @@ def test_engine_that_is_never_ready(tmp_path: Path) -> None:
         ({"tensor_parallel": 0}, UsageError, "tensor-parallel"),
         ({"args": ("--port=1",)}, UsageError, "--port"),
         ({"args": ("-tp", "4")}, UsageError, "-tp"),
+        ({"args": ("--no-enable-sleep-mode",), "sleep_mode": True}, UsageError, "switch off the sleep mode"),
     ],
 )
 def test_launch_that_cannot_work_is_refused(
@@ -325,6 +354,16 @@ def test_an_engine_on_gpus_has_settings_of_its_own(tmp_path: Path, monkeypatch: 
     # Switches of multicast that the caller has set reach the engine.
     assert {env[name] for name in ("NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST")} == {"1"}
     assert env["NCCL_NVLS_ENABLE"] == "0"
+
+
+@pytest.mark.parametrize("args", [(), ("--enable-sleep-mode",)])
+def test_an_engine_that_is_to_sleep_is_told_so_once(tmp_path: Path, args: tuple[str, ...]) -> None:
+    asleep = vllm_launch.command(config(tmp_path, processor="cuda", sleep_mode=True, args=args), 8000)
+    assert asleep.count("--enable-sleep-mode") == 1
+    # Neither of the bounds on memory is taken back by it.
+    assert {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} <= set(asleep)
+    awake = vllm_launch.command(config(tmp_path, processor="cuda"), 8000)
+    assert [word for word in asleep if word not in awake] == ["--enable-sleep-mode"]
 
 
 def test_callers_shell_does_not_reach_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class LaunchConfig:
     ``python`` is the engine's interpreter, ``model`` a local folder, ``workdir`` an existing folder of
     this launch alone (logs, sockets). ``import_paths`` go in front of the engine's PYTHONPATH. ``inject`` is
     the way by which the loader gets in (:class:`nvsnap_conformance.hooks.injection.Way`). ``processor`` is
-    ``cpu`` or ``cuda``.
+    ``cpu`` or ``cuda``. ``sleep_mode`` has the engine allocate so that it can sleep.
     """
 
     python: Path
@@ -66,6 +66,7 @@ class LaunchConfig:
     mutation: str | None = None
     inject: str = "extension"
     processor: str = "cpu"
+    sleep_mode: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,19 @@ class EngineHandle(Protocol):
 
     def quiesce(self, deadline: Deadline) -> None:
         """Let running requests finish and hold new ones at the front."""
+
+    def sleep(self, level: int, deadline: Deadline) -> None:
+        """Have a quiesced engine give device memory up: its caches, and its weights.
+
+        At ``level`` 1 the weights are kept in the host's memory, at 2 they are dropped. Requests that are
+        held stay held.
+        """
+
+    def wake(self, deadline: Deadline, *, reload: bool) -> None:
+        """Bring the weights back and schedule nothing yet; with ``reload`` read them from the model again.
+
+        What cannot be brought back without requests being scheduled is left to :meth:`resume`.
+        """
 
     def resume(self, deadline: Deadline) -> None:
         """Serve again."""

@@ -106,6 +106,7 @@ class VllmHandle:
         self._routes: Mapping[str, Any] = {}
         self._inside_pids: dict[int, tuple[int, str | None]] = {}
         self._last_seen: dict[int, ProcessId] = {}
+        self._cache_asleep = False
 
     # Coming up and going down ---------------------------------------------------------------------
 
@@ -280,9 +281,38 @@ class VllmHandle:
             params["clear_cache"] = "false"
         self._front.call("POST", "/pause", deadline=deadline, params=params)
 
+    def sleep(self, level: int, deadline: Deadline) -> None:
+        """POST ``/sleep``: the scheduler is paused again, its caches are reset, and then the workers sleep.
+
+        ``mode=wait`` is sent whether the server describes it or not (0.31 reads it undescribed): the
+        default, ``abort``, ends the requests that the front holds. ``/is_sleeping`` would prove nothing: it
+        is also true of an engine that is only paused.
+        """
+        self._front.call("POST", "/sleep", deadline=deadline, params={"level": str(level), "mode": "wait"})
+        self._cache_asleep = True
+
+    def wake(self, deadline: Deadline, *, reload: bool) -> None:
+        """POST ``/wake_up`` for the weights alone, then have every rank read the model again where asked.
+
+        vLLM's ``EngineCore.wake_up`` resumes the scheduler by itself once everything is awake, whoever had
+        paused it (0.31 and 0.32; vLLM PR 50036 proposes to keep such a pause). Requests that were held would
+        be answered at once, from weights that nobody has loaded yet. While a part is asleep it does not
+        resume (vLLM PR 44483; before that any wake did). So the key/value cache, empty as it is, sleeps on,
+        and :meth:`resume` wakes it.
+        """
+        self._front.call("POST", "/wake_up", deadline=deadline, params={"tags": "weights"})
+        if reload:
+            self.raw_rpc("reload_weights", deadline=deadline)
+
     def resume(self, deadline: Deadline) -> None:
-        """POST ``/resume``."""
+        """POST ``/resume``; for an engine that slept after ``/wake_up`` for what :meth:`wake` left asleep.
+
+        That wake resumes the scheduler too; ``/resume`` says so to versions in which it need not.
+        """
         self._operation("/resume", "post")
+        if self._cache_asleep:
+            self._front.call("POST", "/wake_up", deadline=deadline, params={"tags": "kv_cache"})
+            self._cache_asleep = False
         self._front.call("POST", "/resume", deadline=deadline)
 
     def paused(self, deadline: Deadline) -> bool:

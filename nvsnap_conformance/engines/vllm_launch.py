@@ -66,8 +66,16 @@ PROCESSOR_ARGS: dict[str, Arguments] = {
     ),
 }
 
+SLEEP_ARGS: Arguments = (
+    # Weights and key/value cache from vLLM's own allocator (cumem), which can unmap them and map them again
+    # at their addresses. It is refused on CPU. --gpu-memory-utilization and --kv-cache-memory-bytes hold as
+    # without it: they say how much is allocated, not from where.
+    ("--enable-sleep-mode", None),
+)
+
 DEFAULT_ENV: dict[str, str] = {
-    # The routes that quiesce an engine and reach its workers: /pause, /resume, /collective_rpc.
+    # The routes that quiesce an engine, put it to sleep and reach its workers: /pause, /resume, /sleep,
+    # /wake_up, /collective_rpc.
     "VLLM_SERVER_DEV_MODE": "1",
     # Ranks share few cores, and one thread keeps every reduction in one order.
     "OMP_NUM_THREADS": "1",
@@ -122,7 +130,8 @@ def command(config: LaunchConfig, port: int) -> list[str]:
                 next_step=f"take {flag} out of [engine] args",
             )
     words: list[str] = []
-    for flag, value in (*PROCESSOR_ARGS[config.processor], *DEFAULT_ARGS):
+    asked = SLEEP_ARGS if config.sleep_mode else ()
+    for flag, value in (*PROCESSOR_ARGS[config.processor], *DEFAULT_ARGS, *asked):
         name = flag.removeprefix("--").removeprefix("no-")
         if not given & {f"--{name}", f"--no-{name}"}:
             words += [flag] if value is None else [flag, value]
@@ -188,6 +197,12 @@ def check(config: LaunchConfig) -> None:
         )
     if config.tensor_parallel < 1:
         raise UsageError(f"a tensor-parallel size of {config.tensor_parallel}", next_step="use 1 or more")
+    if config.sleep_mode and "--no-enable-sleep-mode" in config.args:
+        # vLLM would answer /sleep all the same, and free nothing.
+        raise UsageError(
+            "the target's args switch off the sleep mode that its sleep_level needs",
+            next_step="take --no-enable-sleep-mode out of [engine] args, or sleep_level out of [checkpoint]",
+        )
     if config.mutation is not None and config.mutation not in MUTATIONS:
         raise UsageError(
             f"the vLLM adapter has no mutation {config.mutation!r}",

@@ -199,6 +199,14 @@ class StandInEngine:
         """Pause."""
         self._paused = True
 
+    def sleep(self, level: int, deadline: Deadline) -> None:
+        """Have no sleep mode: no arm asks for it."""
+        raise RequestFailed(f"a stand-in has no sleep of level {level}", status=None)
+
+    def wake(self, deadline: Deadline, *, reload: bool) -> None:
+        """Have no sleep mode."""
+        raise RequestFailed("a stand-in has no sleep mode", status=None)
+
     def resume(self, deadline: Deadline) -> None:
         """Go on."""
         self._require_all("resume")
