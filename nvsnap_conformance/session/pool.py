@@ -169,6 +169,7 @@ class EnginePool:
             mutation=mutation,
             inject=target.hooks.inject.value,
             processor=target.engine.processor,
+            sleep_mode=target.checkpoint.sleep_level is not None,
         )
         built = f"{environment.distribution} {environment.version}"
         return self._bring_up(arm, config, label, built, lambda: self._give_back(held))

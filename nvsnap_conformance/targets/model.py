@@ -47,6 +47,7 @@ Adapter = Literal["vllm", "sglang", "nim", "command", "reference"]
 Device = Literal["cuda-driver", "command", "none"]
 Processor = Literal["cpu", "cuda"]
 Host = Literal["criu", "freeze", "command", "none"]
+SleepLevel = Annotated[int, Field(strict=True, ge=1, le=2)]
 
 
 def _expression(value: str) -> str:
@@ -176,10 +177,15 @@ _COMMAND_VERBS = {"device": ("lock", "checkpoint", "restore", "unlock"), "host":
 
 
 class CheckpointSection(StrictModel):
-    """The two layers of the checkpointer; ``command`` has the programs where a layer is ``command``."""
+    """The two layers of the checkpointer; ``command`` has the programs where a layer is ``command``.
+
+    ``sleep_level`` has a full lifecycle put the engine to sleep while it is checkpointed: 1 keeps the weights
+    in the host's memory, 2 drops them, and they are loaded again at the wake. Without it no engine sleeps.
+    """
 
     device: Device = "none"
     host: Host = "freeze"
+    sleep_level: SleepLevel | None = None
     command: CommandSection | None = None
 
     @model_validator(mode="after")
@@ -404,6 +410,13 @@ def _check_strategies(target: Target) -> None:
                 f"the target file {target.file}: key {key!r}: {name!r} is not part of version {__version__}",
                 next_step="use a later version of nvsnap-conformance, or another value",
             )
+    if checkpoint.sleep_level is not None and target.engine.processor == "cpu":
+        # A cycle in which workers ignore sleep and wake would pass and prove nothing.
+        raise TargetError(
+            f"the target file {target.file}: key 'checkpoint.sleep_level': there is no sleep mode on a CPU",
+            cause="vLLM refuses --enable-sleep-mode there, and its workers ignore the calls",
+            next_step="take sleep_level out, or set [engine] processor to 'cuda'",
+        )
     module = target.hooks.implementation.partition(":")[0]
     if target.hooks.source in _HOOKS and not (INJECT / f"{module.replace('.', '/')}.py").is_file():
         raise TargetError(
