@@ -22,6 +22,7 @@ from nvsnap_conformance.engines.protocol import (
 from nvsnap_conformance.engines.vllm import LOADER, VllmEngine, VllmHandle
 from nvsnap_conformance.fixtures.engines import CORES_SECONDS
 from nvsnap_conformance.hooks.standins import STAND_INS
+from nvsnap_conformance.lifecycle.mutants import WakesWithoutReload
 from nvsnap_conformance.models import ensure_model
 
 if TYPE_CHECKING:
@@ -262,6 +263,28 @@ def test_request_to_a_prepared_engine_waits_and_is_right(
     engine.resume(soon())
     assert [future.result() for future in waiting] == reference
     assert all(count["while_prepared"] == 0 for count in ask(engine, "forwards", LOADER))
+
+
+def test_an_engine_that_slept_reads_its_weights_again_before_it_answers(
+    engine: VllmHandle, reference: list[Completion]
+) -> None:
+    before = ask(engine, "weights_checksum", PROVENANCE)
+    engine.quiesce(soon())
+    waiting = [engine.submit(prompt, max_tokens=32, deadline=soon()) for prompt in PROMPTS]
+    wait_for("the requests are there", lambda: engine.waiting_requests(soon()) == len(PROMPTS), soon())
+    engine.sleep(2, soon())
+    ask(engine, "prepare")
+    # The workers for CPUs ignore sleep; on a GPU the weights would be gone now.
+    ask(engine, "lose", WakesWithoutReload.LOST)
+    assert ask(engine, "weights_checksum", PROVENANCE) != before
+    ask(engine, "restore")
+    engine.wake(soon(), reload=True)
+    assert ask(engine, "weights_checksum", PROVENANCE) == before
+    assert engine.paused(soon())
+    assert not any(future.done() for future in waiting)
+    engine.resume(soon())
+    assert [future.result() for future in waiting] == reference
+    assert answers(engine) == reference
 
 
 def wait_for_forwards(engine: VllmHandle, total: int) -> None:

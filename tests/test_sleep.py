@@ -13,6 +13,7 @@ from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankRep
 from nvsnap_conformance.errors import DeadlineExceeded
 from nvsnap_conformance.fixtures.cycles import make_driver
 from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+from nvsnap_conformance.lifecycle.mutants import WakesWithoutReload
 from nvsnap_conformance.lifecycle.observe import CycleObservation, check_completed
 from nvsnap_conformance.lifecycle.oracle import Answers
 from nvsnap_conformance.lifecycle.trace import Verb, check_order
@@ -198,6 +199,31 @@ def test_an_engine_that_resumes_by_itself_is_caught_at_that_verb(tmp_path: Path,
     assert signature(driver) == f"FRONT:RELEASED@{verb}"
     assert driver.record.events[-1].ok is False
     assert "resume" not in engine.told
+
+
+@pytest.mark.parametrize("sleep_mode", [True, False])
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_the_mutant_wakes_an_engine_without_its_weights(
+    tmp_path: Path, level: int | None, *, sleep_mode: bool
+) -> None:
+    engine = Engine(sleep_mode=sleep_mode)
+    driver = orchestrate(engine, tmp_path, level, kind=WakesWithoutReload)
+    # Nothing but the weights tells: the cycle ends well, in its order.
+    assert driver.record.failure is None
+    assert check_order(driver.record.events, ranks=RANKS) == []
+    assert engine.weights == "lost"
+    assert "wake with reload" not in engine.told
+    assert ("lose" in engine.told) is not sleep_mode
+
+
+def test_a_mutant_that_could_not_do_its_damage_says_so(tmp_path: Path) -> None:
+    class Refuses(Engine):
+        def rpc(self, method: str, **_arguments: Any) -> list[RankReply]:
+            error = {"type": "BadRequest", "message": "cannot be imported"} if method == "lose" else None
+            return [RankReply(0, "n", "n", value={}, error=error), RankReply(1, "n", "n", value={})]
+
+    driver = orchestrate(Refuses(sleep_mode=False), tmp_path, None, kind=WakesWithoutReload)
+    assert signature(driver) == "CYCLE:WAKE"
 
 
 @pytest.mark.parametrize(("name", "level"), [("vllm-gpu", None), ("vllm-gpu", 2)])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvsnap_conformance.engines.protocol import Completion, EngineHandle
-from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
+from nvsnap_conformance.engines.protocol import Completion, EngineHandle, HooksSpec
+from nvsnap_conformance.lifecycle.driver import (
+    DISCARDS_WEIGHTS,
+    SLEEP_SECONDS,
+    LifecycleDriver,
+    Variant,
+    VerbFailed,
+)
+from nvsnap_conformance.lifecycle.trace import Verb
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,6 +58,32 @@ class PromotesUnrebuilt(LifecycleDriver):
 
     def rebuild(self, deadline: Deadline) -> None:
         """Leave it out."""
+
+
+class WakesWithoutReload(LifecycleDriver):
+    """Sleeps at level 2, which drops the weights, and wakes as after level 1, which kept them.
+
+    An engine without sleep mode (on CPU its workers ignore the calls) gets memory that holds something else
+    from :data:`LOST`.
+    """
+
+    LOST = HooksSpec("nvsnap_lost_weights:LostWeights", path=Path(__file__).parent / "in_engine")
+
+    def verbs(self, variant: Variant, deadline: Deadline) -> None:
+        """Sleep at level 2, whatever the target says."""
+        self.sleep_level = DISCARDS_WEIGHTS
+        super().verbs(variant, deadline)
+
+    def wake(self, level: int, deadline: Deadline) -> None:
+        """Wake, and leave the weights as they are."""
+        deadline = deadline.sooner(SLEEP_SECONDS)
+        with self._front(Verb.WAKE):
+            self.engine.wake(deadline, reload=False)
+            if not self.engine.config.sleep_mode:
+                replies = self.engine.rpc("lose", hooks=self.LOST, deadline=deadline)
+                problems = [f"rank {reply.rank}: {reply.error}" for reply in replies if reply.error]
+                if problems:
+                    raise VerbFailed(f"after level {level}: {'; '.join(problems)}")
 
 
 class DriftingAnswers:
