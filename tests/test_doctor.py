@@ -97,7 +97,13 @@ def test_claims_decide(here: Capabilities, claims: list[str] | None, action: Act
 
 @pytest.mark.parametrize(
     ("name", "there"),
-    [("vllm-cpu", True), ("vllm-gpu", False), ("vllm-gpu-stock", True), ("vllm-gpu-large", True)],
+    [
+        ("vllm-cpu", True),
+        ("vllm-gpu", False),
+        ("vllm-gpu-sleep", False),
+        ("vllm-gpu-stock", True),
+        ("vllm-gpu-large", True),
+    ],
 )
 def test_a_target_that_is_launched_eagerly_has_no_graphs_to_ask_for(name: str, there: bool) -> None:
     loaded = load_target(name)

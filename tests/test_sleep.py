@@ -226,13 +226,11 @@ def test_a_mutant_that_could_not_do_its_damage_says_so(tmp_path: Path) -> None:
     assert signature(driver) == "CYCLE:WAKE"
 
 
-@pytest.mark.parametrize(("name", "level"), [("vllm-gpu", None), ("vllm-gpu", 2)])
+@pytest.mark.parametrize(("name", "level"), [("vllm-gpu", None), ("vllm-gpu-sleep", 2)])
 def test_a_target_s_level_reaches_launch_and_orchestrator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, level: int | None
 ) -> None:
     loaded = load_target(name)
-    checkpoint = loaded.checkpoint.model_copy(update={"sleep_level": level})
-    loaded = loaded.model_copy(update={"checkpoint": checkpoint})
     arm = Arm(loaded, 1)
     launched: list[LaunchConfig] = []
     built = SimpleNamespace(python=tmp_path, import_paths=(), distribution="vllm", version="0.31.0")

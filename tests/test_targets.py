@@ -223,6 +223,15 @@ def test_an_engine_on_gpus_may_sleep(tmp_path: Path, line: str, level: int | Non
     assert load_target(write(tmp_path, text)).checkpoint.sleep_level == level
 
 
+def test_one_shipped_target_sleeps_and_is_an_eager_one_else() -> None:
+    targets = {name: load_target(name) for name in shipped_targets()}
+    assert [name for name, target in targets.items() if target.checkpoint.sleep_level] == ["vllm-gpu-sleep"]
+    asleep, awake = targets["vllm-gpu-sleep"], targets["vllm-gpu"]
+    assert asleep.engine == awake.engine
+    assert asleep.checkpoint == awake.checkpoint.model_copy(update={"sleep_level": 2})
+    assert asleep.claims.profiles == ("device",)
+
+
 def test_refuses_unknown_clauses_in_expectations(tmp_path: Path) -> None:
     message = refusal(tmp_path, BASE + EXPECT.replace("LIFE-ORDER", "LIFE-ODER"), ExpectationError)
     assert "Did you mean 'LIFE-ORDER'" in message
