@@ -19,8 +19,17 @@ import weakref
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from nvsnap_hooks import communicators, device, exchange, flashinfer, graphs, inventory, reference
-from nvsnap_hooks.errors import BadOption, ReleasedError, UnsupportedPlatform
+from nvsnap_hooks import (
+    communicators,
+    device,
+    exchange,
+    flashinfer,
+    graphs,
+    inventory,
+    reference,
+    thread_device,
+)
+from nvsnap_hooks.errors import BadOption, NoDevice, ReleasedError, UnsupportedPlatform
 from nvsnap_hooks.holders import find_holders, find_untracked
 from nvsnap_hooks.resources import Absent, Context, Deferred, Kept, LeftAlive, StillHeld
 from nvsnap_hooks.teardown import Teardown
@@ -575,6 +584,69 @@ def check_a_world_with_data_parallelism_is_refused() -> None:
             hooks._require_known_engine()
         with mock.patch.object(dist, "get_world_size", return_value=2):
             raises(UnsupportedPlatform, hooks._require_known_engine, "data parallelism")
+
+
+def check_the_device_is_taken_in_the_calling_thread_by_the_engine_s_own_call() -> None:
+    import torch
+
+    taken: list[Any] = []
+
+    def take(wanted: Any) -> None:
+        taken.append((threading.current_thread().name, wanted))
+
+    parallel = types.SimpleNamespace(world_size=1, nnodes=1)
+    worker = types.SimpleNamespace(device=torch.device("cpu"), parallel_config=parallel)
+    hooks = reference.ReferenceHooks(worker, {})
+    with mock.patch.object(torch.cpu, "set_device", take):
+        thread = threading.Thread(target=lambda: hooks._refusal(reference.PREPARED), name="another")
+        thread.start()
+        thread.join()
+    assert taken == [("another", worker.device)]
+
+
+def check_a_device_that_cannot_be_taken_is_a_refusal() -> None:
+    import torch
+
+    parallel = types.SimpleNamespace(world_size=1, nnodes=1)
+    worker = types.SimpleNamespace(device=torch.device("cpu"), parallel_config=parallel)
+    hooks = reference.ReferenceHooks(worker, {})
+    with mock.patch.object(torch.cpu, "set_device", side_effect=RuntimeError("CUDA error 101")):
+        refusal = hooks._refusal(reference.SERVING)
+    assert isinstance(refusal, NoDevice)
+    assert "CUDA error 101" in str(refusal)
+
+
+def check_a_thread_has_the_device_once_it_was_made_current_there() -> None:
+    import torch
+
+    original = torch.cpu.set_device
+    found = thread_device.ThreadDevice(torch.device("cpu"))
+    found.watch()
+    told: list[bool] = []
+
+    def look() -> None:
+        told.append(found.is_current())
+        torch.cpu.set_device(torch.device("cpu"))
+        told.append(found.is_current())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert told == [False, True]
+    assert found.is_current()
+    found.unwatch()
+    assert torch.cpu.set_device is original
+
+
+def check_on_cuda_the_driver_says_which_device_a_thread_has() -> None:
+    import torch
+
+    found = thread_device.ThreadDevice(torch.device("cuda", 1))
+    found.watch()
+    for number, right in ((None, False), (0, False), (1, True)):
+        with mock.patch.object(thread_device, "_context_device", return_value=number):
+            assert found.is_current() is right
+    found.unwatch()
 
 
 class ExchangeOwner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.engines.protocol import Completion, RankReply
-from nvsnap_conformance.hooks import recapture, standins
+from nvsnap_conformance.hooks import recapture, standins, threads
 from nvsnap_conformance.lifecycle import accounting, graphs, report_form
 from nvsnap_conformance.outcomes import Outcome
 
@@ -88,6 +88,28 @@ def test_good_hooks_have_no_findings() -> None:
         standins.check_follows_group,
     ):
         assert check(seen) == []
+
+
+def test_a_thread_without_the_device() -> None:
+    assert threads.check_any_thread(good()) == []
+    seen = good()
+    del seen.reports["after"]
+    first, _ = GOOD
+    seen.reports["prepared"][1] = report(
+        [*first, "no-device:prepare in a thread", "no-device:prepare in a thread"]
+    )
+    (found,) = threads.check_any_thread(seen)
+    assert str(found.signature) == "THREAD:NO_DEVICE"
+    assert found.evidence["rank"] == 1
+
+
+def test_a_cycle_from_fresh_threads_that_fails_or_leaves_something_unmapped() -> None:
+    seen = good()
+    seen.replies["restore"][0] = reply(0, error={"type": "RuntimeError", "message": "x"})
+    assert names(threads.check_any_thread(seen)) == ["CYCLE:RESTORE"]
+    seen = good()
+    seen.reports["after"][0] = report([], mapped=False)
+    assert names(threads.check_any_thread(seen)) == ["RESTORE:UNMAPPED"]
 
 
 BOTH = ["ORDER:GROUP_BEFORE_GRAPH", "ORDER:GROUP_BEFORE_WORKSPACE"]

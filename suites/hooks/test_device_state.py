@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.deadline import Deadline
-from nvsnap_conformance.hooks import standins
+from nvsnap_conformance.hooks import standins, threads
 from nvsnap_conformance.hooks.injection import INJECT_PACKAGE
 from nvsnap_conformance.outcomes import require
 
@@ -100,6 +100,13 @@ def test_two_backends_are_refused(engine: EngineHandle, hooks: HooksSpec) -> Non
             standins.observe(engine, _bounded(hooks), deadline=Deadline.after(SECONDS), unlike=True)
         )
     )
+
+
+@pytest.mark.clause("HOOKS-ANY-THREAD")
+def test_hooks_work_from_any_thread(engine: EngineHandle, hooks: HooksSpec) -> None:
+    """Prepare and restore from a new thread each, on every rank, act on the worker's device."""
+    seen = standins.observe(engine, threads.in_fresh_threads(hooks), deadline=Deadline.after(SECONDS))
+    require(threads.check_any_thread(seen))
 
 
 @pytest.mark.clause("HOOKS-FAILURE-TOLD-BY-ALL")

@@ -20,7 +20,7 @@ class DeviceCallError(RuntimeError):
 
 
 class Device:
-    """A worker's device. On CPU every method does nothing and :meth:`free` is ``None``."""
+    """A worker's device. On CPU no method has an effect and :meth:`free` is ``None``."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -29,6 +29,18 @@ class Device:
     def on_gpu(self) -> bool:
         """Whether the worker computes on a CUDA device."""
         return getattr(self._device, "type", None) == "cuda"
+
+    def make_current(self) -> None:
+        """Make it the calling thread's device, with its context, by the engine's own call.
+
+        A new thread has device 0, and no context, whatever the process's other threads have. torch's
+        ``set_device`` alone leaves device 0 without one, for it does nothing where the number is the same
+        (pytorch/pytorch issue 155668); vLLM's ``set_device`` sees to that too. On CPU it does nothing.
+        """
+        if self._device is not None:
+            from vllm.platforms import current_platform
+
+            current_platform.set_device(self._device)
 
     def free(self) -> int | None:
         """Return the device's free memory in bytes, as the driver gives it."""

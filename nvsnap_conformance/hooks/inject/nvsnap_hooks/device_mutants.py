@@ -239,6 +239,19 @@ class WorkspacesFirst(ReferenceHooks):
         return super().rebuild(resource, context)
 
 
+class DeviceOfFirstThread(ReferenceHooks):
+    """Makes the worker's device current in the thread of its constructor only."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def __init__(self, worker: Any, options: dict[str, Any]) -> None:
+        super().__init__(worker, options)
+        self.device.make_current()
+
+    def _take_device(self) -> None:
+        """Rely on the constructor."""
+
+
 class RecaptureForgotten(ReferenceHooks):
     """Drops graphs, calls them deferred, and never has them captured again; the engine does not by itself."""
 

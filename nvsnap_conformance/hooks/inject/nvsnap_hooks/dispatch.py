@@ -11,11 +11,13 @@ intent (:class:`nvsnap_hooks.errors.PassThrough`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -26,13 +28,16 @@ from nvsnap_hooks.builtin import METHODS, Builtin
 from nvsnap_hooks.errors import BadRequest, NotJson, PassThrough
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PRETEND = "pretend_engine_version"
 """Reserved option: the engine version that the implementation is made to see during the call.
 
 A version for all ranks, or a table from rank (as text) to version for those that are to differ.
 """
+
+FRESH_THREAD = "fresh_thread"
+"""Reserved option: where it is true, the call is made in a thread of its own, and its end is waited for."""
 
 _instances: dict[str, Any] = {}
 
@@ -81,18 +86,47 @@ def _call(worker: Any, request: dict[str, Any]) -> Any:
     pretended = options.pop(PRETEND, None)
     if isinstance(pretended, dict):
         pretended = pretended.get(str(worker.rank))
+    in_thread = _in_fresh_thread if options.pop(FRESH_THREAD, False) else _in_this_thread
     with _pretending(pretended):
-        target = Builtin(worker) if method in METHODS else _instance(worker, request, options)
-        function = getattr(target, method, None)
-        if not callable(function):
-            raise BadRequest(f"{request.get('implementation')} has no method {method!r}")
-        value = function(**(request.get("arguments") or {}))
+        value = in_thread(functools.partial(_run, worker, request, options, method))
     try:
         value = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise NotJson(f"{method} returned {type(value).__name__}, which is not JSON: {error}") from error
     forwards.note(method)
     return value
+
+
+def _run(worker: Any, request: dict[str, Any], options: dict[str, Any], method: str) -> Any:
+    target = Builtin(worker) if method in METHODS else _instance(worker, request, options)
+    function = getattr(target, method, None)
+    if not callable(function):
+        raise BadRequest(f"{request.get('implementation')} has no method {method!r}")
+    return function(**(request.get("arguments") or {}))
+
+
+def _in_this_thread(run: Callable[[], Any]) -> Any:
+    return run()
+
+
+def _in_fresh_thread(run: Callable[[], Any]) -> Any:
+    """Run in a new thread; what it raises is raised here."""
+    values: list[Any] = []
+    raised: list[BaseException] = []
+
+    def note() -> None:
+        try:
+            values.append(run())
+        except BaseException as error:
+            raised.append(error)
+
+    # Of those that do not keep the process: the engine's own way to end a worker is not to wait for a hook.
+    thread = threading.Thread(target=note, name="nvsnap fresh thread", daemon=True)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return values[0]
 
 
 def _key(request: dict[str, Any]) -> str:

@@ -15,6 +15,10 @@ class UnsupportedPlatform(HookRefused):
     """The engine runs on a device, or over several nodes, that the hooks do not cover."""
 
 
+class NoDevice(HookRefused):
+    """The worker's device cannot be made the calling thread's."""
+
+
 class BadOption(HookRefused):
     """An option of the hooks has a value that they do not know."""
 

@@ -24,6 +24,7 @@ from nvsnap_hooks.errors import (
     AlreadyPrepared,
     BadOption,
     HookRefused,
+    NoDevice,
     NotDrained,
     NotPrepared,
     PeerRefused,
@@ -68,7 +69,7 @@ class ReferenceHooks:
     Options: ``rendezvous_seconds`` (default 20) bounds each wait for the other ranks, ``recapture_seconds``
     (default 300) one capture of graphs, both in seconds; ``teardown`` says what is taken down
     (:mod:`nvsnap_hooks.teardown`). Every refusal (:class:`nvsnap_hooks.errors.HookRefused`) leaves the
-    engine as it was.
+    engine as it was. They may be called from any thread, and leave the worker's device current in it.
     """
 
     def __init__(self, worker: Any, options: dict[str, Any]) -> None:
@@ -265,6 +266,7 @@ class ReferenceHooks:
         """Return why this rank must not go ahead from the state ``wanted``, ``None`` where it may."""
         try:
             self._require_known_engine()
+            self._take_device()
             if self.device.on_gpu:
                 self._require_known_device()
             self._require_state(wanted)
@@ -288,6 +290,14 @@ class ReferenceHooks:
             raise UnsupportedPlatform("these hooks cover vLLM on CPU and CUDA on one node")
         if dist.is_initialized() and dist.get_world_size() != self.worker.parallel_config.world_size:
             raise UnsupportedPlatform("a world with data parallelism in it")
+
+    def _take_device(self) -> None:
+        """Make the worker's device current in this thread, which need not be the worker's own."""
+        try:
+            self.device.make_current()
+        except Exception as error:
+            # As a refusal, which the other ranks hear of: they would wait for this rank's vote.
+            raise NoDevice(f"{self.worker.device} in this thread: {type(error).__name__}: {error}") from error
 
     def _require_known_device(self) -> None:
         """Refuse what these hooks cannot take down on CUDA, and what they were asked for and do not know."""

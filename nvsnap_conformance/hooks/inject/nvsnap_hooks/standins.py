@@ -4,7 +4,8 @@ FlashInfer workspaces, all-to-all managers of vLLM's own (``AgRsAll2AllManager``
 a captured graph are put where vLLM keeps them, and the tensor-parallel communicator gets the checkpoint
 methods of ``CudaCommunicator``, so that the engine's own code finds them. A workspace keeps FlashInfer's
 protocol (0.7.0, ``comm/allreduce.py``): repeated calls are no-ops, a barrier of all ranks is part of each, a
-half-mapped set is an error for good. The barriers run over the group's real backend.
+half-mapped set is an error for good. The barriers run over the group's real backend. As on CUDA, they cannot
+be mapped or unmapped in a thread that does not have the worker's device.
 
 Calls are logged in their order, and one of them can be made to fail on one rank.
 """
@@ -12,11 +13,13 @@ Calls are logged in their order, and one of them can be made to fail on one rank
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import weakref
 from typing import Any
 
 from nvsnap_hooks import flashinfer, graphs, inventory
+from nvsnap_hooks.thread_device import ThreadDevice
 
 GROUP = "tp:0"
 EXPERTS = "ep:0"
@@ -29,6 +32,10 @@ _planted: dict[str, Any] = {}
 
 class InjectedError(RuntimeError):
     """Told to fail."""
+
+
+class NoCurrentDeviceError(RuntimeError):
+    """The worker's device is not the calling thread's, as CUDA words it."""
 
 
 class Log:
@@ -74,15 +81,17 @@ class StandInWorkspace:
     backend = "trtllm"
     mc_ptr = 1
 
-    def __init__(self, name: str, group: Any, log: Log) -> None:
+    def __init__(self, name: str, group: Any, log: Log, device: ThreadDevice) -> None:
         self.name = name
         self.mem_handles = [Memory(Backend(group)) for _ in range(MEMORIES)]
         self.log = log
+        self.device = device
         self._destroyed = False
 
     def checkpoint_prepare(self) -> None:
         """Unmap every memory between two barriers."""
         self.log.note("workspace-prepare", self.name)
+        self._require_device("prepare")
         if not self._whole(mapped=True):
             return
         for memory in self.mem_handles:
@@ -93,6 +102,7 @@ class StandInWorkspace:
     def checkpoint_restore(self, comm_backend: Any) -> None:
         """Map every memory over the given backend."""
         self.log.note("workspace-restore", self.name)
+        self._require_device("restore")
         if not self._whole(mapped=False):
             return
         for memory in self.mem_handles:
@@ -105,6 +115,14 @@ class StandInWorkspace:
         """Give everything back, addresses too."""
         self._destroyed = True
         self.mem_handles = []
+
+    def _require_device(self, verb: str) -> None:
+        if not self.device.is_current():
+            thread = threading.current_thread().name
+            self.log.note("no-device", f"{verb} in {thread}")
+            raise NoCurrentDeviceError(
+                f"CUDA error 101 (cudaErrorInvalidDevice): {self.name} was called in {thread}"
+            )
 
     def _whole(self, *, mapped: bool) -> bool:
         states = {memory.mapped for memory in self.mem_handles}
@@ -160,12 +178,14 @@ class StandIns:
         log = Log(fault if fault is not None and fault["rank"] == self._worker.rank else None)
         coordinator = _coordinator()
         communicator = coordinator.device_communicator
-        normal = StandInWorkspace("normal", coordinator.cpu_group, log)
-        quant = normal if alias else StandInWorkspace("quant", coordinator.cpu_group, log)
+        device = ThreadDevice(self._worker.device)
+        normal = StandInWorkspace("normal", coordinator.cpu_group, log, device)
+        quant = normal if alias else StandInWorkspace("quant", coordinator.cpu_group, log, device)
         if unlike and last:
             normal.backend = "mnnvl"
         _planted.update(
             log=log,
+            device=device,
             had_backend=hasattr(module, "TorchDistBackend"),
             registered=list(parallel_state._groups.items()),
             communicator=communicator,
@@ -195,6 +215,7 @@ class StandIns:
             parallel_state._groups.clear()
             parallel_state._groups.update(turned)
         _wrap_group_calls(log)
+        device.watch()
         return {"planted": sorted(_planted["workspaces"])}
 
     def _plant_managers(self) -> None:
@@ -251,6 +272,7 @@ class StandIns:
 
         if not _planted:
             return {"removed": False}
+        _planted["device"].unwatch()
         module: Any = sys.modules[flashinfer.MODULE]
         for slot, workspace in _planted["slots"].items():
             setattr(module, slot, workspace)
