@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import mmap
@@ -18,7 +19,7 @@ from nvsnap_conformance.hooks.injection import INJECT
 
 sys.path.insert(0, str(INJECT))  # as an engine's PYTHONPATH has it
 
-from nvsnap_hooks import dispatch, forwards, holders, mappings, rendezvous
+from nvsnap_hooks import dispatch, forwards, holders, mappings, rendezvous, transports
 from nvsnap_hooks.builtin import other_copies
 from nvsnap_hooks.errors import (
     PassThrough,
@@ -347,3 +348,37 @@ def test_one_vote_against_is_enough() -> None:
         second.agree("step", "no")
     with pytest.raises(PeerRefused, match="rank 1: no"):
         first.agree("step", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "concerns", "decides"),
+    [
+        ("NCCL_NVLS_ENABLE", True, True),
+        ("TORCH_SYMM_MEM_DISABLE_MULTICAST", True, True),
+        ("NVSHMEM_DISABLE_NVLS", True, True),
+        ("VLLM_ALLREDUCE_USE_SYMM_MEM", True, True),
+        ("VLLM_DISABLE_PYNCCL", True, True),
+        ("VLLM_SKIP_P2P_CHECK", True, True),
+        ("UCX_TLS", True, True),
+        ("NCCL_DEBUG_FILE", True, False),
+        ("NCCL_TOPO_DUMP_FILE", True, False),
+        ("UCX_LOG_LEVEL", True, False),
+        ("VLLM_LOGGING_LEVEL", False, False),
+        ("HOME", False, False),
+    ],
+)
+def test_which_variables_decide_on_transports(name: str, concerns: bool, decides: bool) -> None:
+    assert (transports.concerns(name), transports.decides(name)) == (concerns, decides)
+
+
+def test_the_fingerprint_follows_the_c_library_and_tells_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "a secret")
+    first = transports.fingerprint()
+    assert "secret" not in json.dumps(first)
+    # As C++ code does, past Python's own table.
+    setenv = ctypes.CDLL(None).setenv
+    setenv(b"NCCL_NVLS_ENABLE", b"another", 1)
+    second = transports.fingerprint()
+    assert os.environ["NCCL_NVLS_ENABLE"] == "a secret"
+    assert first.keys() == second.keys()
+    assert first["NCCL_NVLS_ENABLE"] != second["NCCL_NVLS_ENABLE"]

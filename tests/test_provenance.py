@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from nvsnap_conformance.lifecycle.provenance import RankIdentity, check_is_restore, check_weights
+from nvsnap_conformance.lifecycle.transports import check_environment
 from nvsnap_conformance.processes import ProcessId
 
 WEIGHTS = {"sha256": "aa", "hashed_elements": 145_000}
@@ -63,3 +64,47 @@ def test_a_checksum_over_nothing_is_no_proof(weights: dict[str, object] | None) 
     blind = [dataclasses.replace(identity, weights=weights) for identity in BEFORE]
     assert names(list(check_weights(blind, blind))) == ["WEIGHTS:UNREAD"] * 2
     assert names(list(check_weights([], []))) == ["WEIGHTS:UNREAD"]
+
+
+SETTINGS = {"NCCL_NVLS_ENABLE": "5f", "NCCL_IB_HCA": "aa"}
+KNOWN = [dataclasses.replace(identity, environment=dict(SETTINGS)) for identity in BEFORE]
+
+
+def with_environment(environment: dict[str, str] | None) -> list[RankIdentity]:
+    return [KNOWN[0], dataclasses.replace(KNOWN[1], environment=environment)]
+
+
+def test_one_environment_over_a_life_and_on_all_ranks() -> None:
+    assert check_environment(KNOWN, KNOWN) == []
+    own_adapter = with_environment({**SETTINGS, "NCCL_IB_HCA": "bb"})
+    assert check_environment(own_adapter, own_adapter) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ({"NCCL_IB_HCA": "aa"}, "NCCL_NVLS_ENABLE unset"),
+        ({**SETTINGS, "NCCL_P2P_DISABLE": "6b"}, "NCCL_P2P_DISABLE set"),
+        ({**SETTINGS, "NCCL_NVLS_ENABLE": "6b"}, "NCCL_NVLS_ENABLE has another value"),
+        ({**SETTINGS, "NCCL_IB_HCA": "bb"}, "NCCL_IB_HCA has another value"),
+    ],
+)
+def test_an_environment_that_drifts(after: dict[str, str], words: str) -> None:
+    (found,) = check_environment(KNOWN, with_environment(after))
+    assert str(found.signature) == "PROVENANCE:ENVIRONMENT"
+    assert found.evidence["rank"] == 1
+    assert words in found.message
+
+
+def test_ranks_of_two_environments() -> None:
+    apart = with_environment({"NCCL_IB_HCA": "aa"})
+    (found,) = check_environment(apart, apart)
+    assert str(found.signature) == "PROVENANCE:ENVIRONMENT_RANKS"
+    assert "NCCL_NVLS_ENABLE unset against rank 0" in found.message
+
+
+@pytest.mark.parametrize(("before", "after"), [([], []), (BEFORE, BEFORE), (KNOWN, []), (KNOWN, BEFORE)])
+def test_an_environment_that_nobody_read_proves_nothing(
+    before: list[RankIdentity], after: list[RankIdentity]
+) -> None:
+    assert set(names(list(check_environment(before, after)))) == {"PROVENANCE:ENVIRONMENT_UNREAD"}

@@ -22,12 +22,16 @@ PROVENANCE = HooksSpec("nvsnap_hooks.provenance:Provenance")
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What identifies one rank's process: pid and create time, the planted nonce, the weights' checksum."""
+    """What identifies one rank's process: pid and create time, the planted nonce, the weights' checksum.
+
+    ``environment`` are the variables by which it chooses its transports, with digests of their values.
+    """
 
     rank: int
     process: ProcessId
     nonce: str | None
     weights: dict[str, Any] | None
+    environment: dict[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the identity as JSON values."""
@@ -37,6 +41,7 @@ class RankIdentity:
             "create_time": self.process.create_time,
             "nonce": self.nonce,
             "weights": self.weights,
+            "environment": self.environment,
         }
 
 
@@ -48,15 +53,17 @@ def plant_nonces(engine: EngineHandle, deadline: Deadline) -> dict[int, str]:
 
 
 def take_identities(engine: EngineHandle, deadline: Deadline) -> list[RankIdentity]:
-    """Read nonce, weights' checksum and process identity of every rank back."""
+    """Read nonce, weights' checksum, environment and process identity of every rank back."""
     nonces = _by_rank(engine.rpc("recall", hooks=PROVENANCE, deadline=deadline))
     weights = _by_rank(engine.rpc("weights_checksum", hooks=PROVENANCE, deadline=deadline))
+    environments = _by_rank(engine.rpc("transport_environment", hooks=PROVENANCE, deadline=deadline))
     return [
         RankIdentity(
             rank.rank,
             rank.process,
             _value(nonces.get(rank.rank), "nonce"),
             weights[rank.rank].value if rank.rank in weights and not weights[rank.rank].error else None,
+            _variables(environments.get(rank.rank)),
         )
         for rank in engine.ranks(deadline)
     ]
@@ -144,6 +151,13 @@ def check_weights(before: list[RankIdentity], after: list[RankIdentity]) -> list
 
 def _by_rank(replies: list[RankReply]) -> dict[int, RankReply]:
     return {reply.rank: reply for reply in replies if reply.rank is not None and reply.in_step}
+
+
+def _variables(reply: RankReply | None) -> dict[str, str] | None:
+    if reply is None or reply.error is not None or not isinstance(reply.value, dict):
+        return None
+    variables = reply.value.get("variables")
+    return variables if isinstance(variables, dict) else None
 
 
 def _value(reply: RankReply | None, key: str) -> str | None:

@@ -13,6 +13,7 @@ from nvsnap_conformance.lifecycle.log_errors import check_log
 from nvsnap_conformance.lifecycle.observe import check_completed
 from nvsnap_conformance.lifecycle.provenance import check_is_restore, check_weights
 from nvsnap_conformance.lifecycle.trace import check_order
+from nvsnap_conformance.lifecycle.transports import check_environment
 from nvsnap_conformance.outcomes import require
 
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ def test_what_came_back_is_the_same_engine(cycle: CycleObservation) -> None:
 def test_weights_are_unchanged(cycle: CycleObservation) -> None:
     """A checksum over every rank's weights, packed ones included, is what it was."""
     require(check_completed(cycle) + check_weights(cycle.before, cycle.identities))
+
+
+@pytest.mark.clause("LIFE-ENVIRONMENT-STABLE")
+def test_transports_are_chosen_by_the_same_settings(cycle: CycleObservation) -> None:
+    """No rank's variables that decide on transports changed, and all ranks have the same."""
+    require(check_completed(cycle) + check_environment(cycle.before, cycle.identities))
 
 
 @pytest.mark.clause("LIFE-LOG-CLEAN")

@@ -8,12 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nvsnap_hooks import VERSION, arrival, forwards, loader
+from nvsnap_hooks import VERSION, arrival, forwards, loader, transports
 
 METHODS = frozenset({"identify", "forwards", "environment"})
-
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_", "FLASHINFER_")
-_WORDS = ("ALLREDUCE", "ALL_REDUCE", "NVLS", "MULTICAST", "SYMM_MEM", "CUSTOM_AR", "ALL2ALL")
 
 
 class Builtin:
@@ -57,12 +54,7 @@ class Builtin:
         """
         import torch.distributed as dist
 
-        found = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith(_PREFIXES)
-            or (name.startswith(("VLLM_", "TORCH_")) and any(word in name for word in _WORDS))
-        }
+        found = {name: value for name, value in os.environ.items() if transports.concerns(name)}
         configuration = self._worker.parallel_config
         found["backend"] = str(dist.get_backend()) if dist.is_initialized() else "none"
         found["custom_all_reduce"] = "off" if configuration.disable_custom_all_reduce else "on"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import subprocess
 import sys
@@ -282,6 +283,19 @@ class ForgetsItsPast(ReferenceHooks):
         if self.worker.rank == self.worker.parallel_config.world_size - 1:
             dispatch.forget()
         return report
+
+
+class EnvironmentDrifts(ReferenceHooks):
+    """Rebuilds the last rank's groups under another setting of NVLS than the one that it began with."""
+
+    DIRTY: ClassVar[bool] = True
+    VARIABLE: ClassVar[str] = "NCCL_NVLS_ENABLE"
+
+    def restore(self) -> Report:
+        """Change the setting, then restore."""
+        if self.worker.rank == self.worker.parallel_config.world_size - 1:
+            os.environ[self.VARIABLE] = "1" if os.environ.get(self.VARIABLE) == "0" else "0"
+        return super().restore()
 
 
 class StaleHolder(ReferenceHooks):

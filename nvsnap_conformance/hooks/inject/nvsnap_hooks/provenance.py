@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+from nvsnap_hooks import transports
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -28,6 +30,10 @@ class Provenance:
     def recall(self) -> dict[str, str | None]:
         """Return the planted nonce, ``None`` where none was planted in this process."""
         return {"nonce": self._nonce}
+
+    def transport_environment(self) -> dict[str, Any]:
+        """Return ``{"variables"}``: :func:`nvsnap_hooks.transports.fingerprint` of this process."""
+        return {"variables": transports.fingerprint()}
 
     def weights_checksum(self) -> dict[str, Any]:
         """Hash every parameter and buffer of the model, bytewise, by name.
