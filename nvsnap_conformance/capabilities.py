@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 TEXT_ORACLE = "text-oracle"
 CAPTURED_GRAPHS = "captured-graphs"
+TEARDOWN_OPTION = "teardown-option"
 
 MACHINE: tuple[str, ...] = (
     "root",
@@ -132,6 +133,12 @@ def stated_by(target: Target) -> dict[str, Capability]:
             present=graphs,
             why_not=f"the target {target.name} launches its engine eagerly (the suite's default)",
             how_to_get="take a target that captures graphs, such as vllm-gpu-stock (--no-enforce-eager)",
+        ),
+        TEARDOWN_OPTION: Capability(
+            TEARDOWN_OPTION,
+            present=target.hooks.source == "reference",
+            why_not=f"the hooks of the target {target.name} are not known to have the option teardown",
+            how_to_get='take a target with the reference hooks ([hooks] source = "reference")',
         ),
     }
 

@@ -26,6 +26,7 @@ from nvsnap_hooks import (
     flashinfer,
     graphs,
     inventory,
+    nccl_standins,
     reference,
     thread_device,
 )
@@ -278,6 +279,24 @@ def check_suspend_is_refused_where_the_library_has_none() -> None:
     hooks = ReferenceHooks(types.SimpleNamespace(device=None), {"teardown": {"nccl": "suspended"}})
     with mock.patch.object(inventory, "coordinators", return_value=[("tp:0", where, ())]):
         raises(BadOption, hooks._require_suspend, "ncclCommSuspend")
+
+
+def check_a_stand_in_of_nccl_is_read_as_the_engine_reads_it() -> None:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    owner = types.SimpleNamespace(rank=0, world_size=2)
+    for old in (True, False):
+        had = nccl_standins.plant(owner, old=old)
+        assert had is None
+        assert type(owner.pynccl_comm) is PyNcclCommunicator
+        # What the clause is about: the engine's own call skips it without an error.
+        owner.pynccl_comm.suspend()
+        assert owner.pynccl_comm._suspended is not old
+        nccl_standins.remove(owner, had)
+        assert not hasattr(owner, "pynccl_comm")
+    owner.pynccl_comm = "the engine's own"
+    nccl_standins.remove(owner, nccl_standins.plant(owner, old=True))
+    assert owner.pynccl_comm == "the engine's own"
 
 
 def check_symmetric_memory_that_disabled_itself_still_holds_its_buffer() -> None:

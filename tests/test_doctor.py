@@ -95,6 +95,12 @@ def test_claims_decide(here: Capabilities, claims: list[str] | None, action: Act
     assert words in decision.reason
 
 
+@pytest.mark.parametrize(("name", "there"), [("vllm-cpu", True), ("vllm-cpu-upstream", False)])
+def test_only_the_reference_hooks_are_known_to_have_the_option_teardown(name: str, there: bool) -> None:
+    decision = decide(["teardown-option"], machine().with_target(load_target(name), "0.32.0"), claims=[])
+    assert decision.action is (Action.RUN if there else Action.SKIP)
+
+
 @pytest.mark.parametrize(
     ("name", "there"),
     [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.engines.protocol import Completion, RankReply
-from nvsnap_conformance.hooks import recapture, standins, threads
+from nvsnap_conformance.hooks import recapture, standins, teardown, threads
 from nvsnap_conformance.lifecycle import accounting, graphs, report_form
 from nvsnap_conformance.outcomes import Outcome
 
@@ -110,6 +110,48 @@ def test_a_cycle_from_fresh_threads_that_fails_or_leaves_something_unmapped() ->
     seen = good()
     seen.reports["after"][0] = report([], mapped=False)
     assert names(threads.check_any_thread(seen)) == ["RESTORE:UNMAPPED"]
+
+
+def refused(message: str = "BadOption: NCCL 22809 has no ncclCommSuspend") -> standins.Observation:
+    seen = standins.Observation(2)
+    error = {"type": "BadOption", "message": message, "traceback": "ncclCommSuspend"}
+    seen.replies["prepare"] = [reply(rank, error=error) for rank in (0, 1)]
+    for moment in ("before", "prepared"):
+        seen.snapshots[moment] = [reply(rank, snapshot("world/default")) for rank in (0, 1)]
+        seen.reports[moment] = {rank: report([]) for rank in (0, 1)}
+    return seen
+
+
+def test_a_teardown_that_is_refused_by_name() -> None:
+    assert teardown.check_refused(refused()) == []
+    assert names(teardown.check_refused(refused("no"))) == ["TEARDOWN:UNNAMED"] * 2
+
+
+@pytest.mark.parametrize("answer", [[reply(1, prepared(a="released"))], []])
+def test_a_teardown_that_one_rank_takes_for_done(answer: list[RankReply]) -> None:
+    seen = refused()
+    seen.replies["prepare"][1:] = answer
+    seen.reports["prepared"][1] = report(GOOD[0])
+    (found,) = teardown.check_refused(seen)
+    assert str(found.signature) == "TEARDOWN:ACCEPTED"
+    assert "rank 1" in found.message
+
+
+def test_a_refusal_that_had_begun() -> None:
+    seen = refused()
+    seen.reports["prepared"][0] = report(["graph-dropped:g"])
+    assert names(teardown.check_refused(seen)) == ["TEARDOWN:TOUCHED"]
+    seen = refused()
+    seen.snapshots["prepared"][1] = reply(1, snapshot("world/default", identity=2))
+    assert names(teardown.check_refused(seen)) == ["TEARDOWN:TOUCHED"]
+
+
+def test_a_refusal_that_never_comes_or_goes_through_the_rpc() -> None:
+    seen = refused()
+    seen.silent = "prepare: the call"
+    assert names(teardown.check_refused(seen)) == ["TEARDOWN:UNBOUNDED"]
+    seen.silent, seen.raised = None, "prepare: HTTP 500"
+    assert names(teardown.check_refused(seen)) == ["TEARDOWN:RAISED"]
 
 
 BOTH = ["ORDER:GROUP_BEFORE_GRAPH", "ORDER:GROUP_BEFORE_WORKSPACE"]

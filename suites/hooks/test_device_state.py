@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.deadline import Deadline
-from nvsnap_conformance.hooks import standins, threads
+from nvsnap_conformance.hooks import standins, teardown, threads
 from nvsnap_conformance.hooks.injection import INJECT_PACKAGE
 from nvsnap_conformance.outcomes import require
 
@@ -100,6 +100,17 @@ def test_two_backends_are_refused(engine: EngineHandle, hooks: HooksSpec) -> Non
             standins.observe(engine, _bounded(hooks), deadline=Deadline.after(SECONDS), unlike=True)
         )
     )
+
+
+@pytest.mark.clause("HOOKS-TEARDOWN-REFUSED")
+@pytest.mark.parametrize("where", ["every", "last"])
+def test_a_teardown_that_cannot_be_done_is_refused(
+    engine: EngineHandle, hooks: HooksSpec, where: str
+) -> None:
+    """Hooks that are to suspend NCCL, over a library that cannot, refuse on every rank and touch nothing."""
+    asked = teardown.asked_to_suspend(_bounded(hooks))
+    seen = standins.observe(engine, asked, deadline=Deadline.after(SECONDS), old_nccl=where)
+    require(teardown.check_refused(seen))
 
 
 @pytest.mark.clause("HOOKS-ANY-THREAD")

@@ -252,6 +252,15 @@ class DeviceOfFirstThread(ReferenceHooks):
         """Rely on the constructor."""
 
 
+class SuspendSkipped(ReferenceHooks):
+    """Asked to suspend NCCL's communicators, skips that where the library cannot, behind a success."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def _require_suspend(self) -> None:
+        """Ask nothing."""
+
+
 class RecaptureForgotten(ReferenceHooks):
     """Drops graphs, calls them deferred, and never has them captured again; the engine does not by itself."""
 

@@ -269,6 +269,8 @@ class ReferenceHooks:
             self._take_device()
             if self.device.on_gpu:
                 self._require_known_device()
+            if self.teardown.nccl == "suspended":
+                self._require_suspend()
             self._require_state(wanted)
             if wanted == SERVING:
                 self._require_graphs_may_stay()
@@ -317,10 +319,9 @@ class ReferenceHooks:
             raise UnsupportedPlatform("a default group that is bound to a device")
         if self.teardown.cuda_graphs == "dropped" and (found := graphs.foreign()):
             raise UnsupportedPlatform(f"graphs that cannot be captured again: {', '.join(found)}")
-        if self.teardown.nccl == "suspended":
-            self._require_suspend()
 
     def _require_suspend(self) -> None:
+        """Refuse to suspend where the library cannot: vLLM's own ``suspend`` warns, and skips it."""
         for name, coordinator, _aliases in inventory.coordinators():
             made = getattr(coordinator.device_communicator, "pynccl_comm", None)
             if made is None or made.disabled:

@@ -18,7 +18,7 @@ import types
 import weakref
 from typing import Any
 
-from nvsnap_hooks import flashinfer, graphs, inventory
+from nvsnap_hooks import flashinfer, graphs, inventory, nccl_standins
 from nvsnap_hooks.thread_device import ThreadDevice
 
 GROUP = "tp:0"
@@ -161,11 +161,14 @@ class StandIns:
         permute: bool = False,
         unlike: bool = False,
         fault: dict[str, Any] | None = None,
+        old_nccl: str | None = None,
     ) -> dict[str, Any]:
         """Plant; both slots hold one workspace where ``alias``.
 
         On the last rank ``permute`` turns the order round in which the groups are registered, and ``unlike``
-        makes its workspace one of another backend. ``fault`` is ``{"rank", "what", "nth"}``.
+        makes its workspace one of another backend. ``fault`` is ``{"rank", "what", "nth"}``. With
+        ``old_nccl`` there is a communicator of NCCL's, over a library that has no ``ncclCommSuspend`` on
+        every rank (``every``) or on the last one only (``last``).
         """
         import vllm.distributed.device_communicators.flashinfer_all_reduce as module
         from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
@@ -202,6 +205,9 @@ class StandIns:
         for name in ("checkpoint_prepare", "checkpoint_restore"):
             setattr(communicator, name, types.MethodType(getattr(CudaCommunicator, name), communicator))
         self._plant_managers()
+        if old_nccl is not None:
+            old = last or old_nccl == "every"
+            _planted["had_nccl"] = [nccl_standins.plant(communicator, old=old)]
         graph = Graph()
         weakref.finalize(graph, log.events.append, {"what": "graph-dropped", "name": "cuda-graphs"})
         wrapper = object.__new__(CUDAGraphWrapper)
@@ -283,6 +289,8 @@ class StandIns:
         _planted["exchange"].device_communicator.all2all_manager = _planted["had_manager"]
         for name in ("checkpoint_prepare", "checkpoint_restore"):
             _planted["communicator"].__dict__.pop(name, None)
+        for had in _planted.get("had_nccl", ()):
+            nccl_standins.remove(_planted["communicator"], had)
         for name, original in _planted["wrapped"].items():
             setattr(dist, name, original)
         parallel_state._groups.clear()
