@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.engines.protocol import Completion, RankReply
-from nvsnap_conformance.hooks import recapture, standins, teardown, threads
+from nvsnap_conformance.hooks import recapture, standins, teardown, threads, unsupported
 from nvsnap_conformance.lifecycle import accounting, graphs, report_form
 from nvsnap_conformance.outcomes import Outcome
 
@@ -152,6 +152,58 @@ def test_a_refusal_that_never_comes_or_goes_through_the_rpc() -> None:
     assert names(teardown.check_refused(seen)) == ["TEARDOWN:UNBOUNDED"]
     seen.silent, seen.raised = None, "prepare: HTTP 500"
     assert names(teardown.check_refused(seen)) == ["TEARDOWN:RAISED"]
+
+
+ANSWER = Completion("p", (1, 2), (0.0, 0.0), "x")
+
+
+def told_of(outcome: str) -> dict[str, Any]:
+    entry = {"name": "flashinfer/normal", "kind": "flashinfer-workspace", "outcome": outcome}
+    return {"state": "prepared", "resources": [entry]}
+
+
+def cannot(**fields: Any) -> unsupported.Observation:
+    cycle = good()
+    cycle.replies["prepare"] = [reply(rank, told_of("unsupported")) for rank in (0, 1)]
+    return unsupported.Observation(cycle, **({"before": ANSWER, "after": ANSWER} | fields))
+
+
+def test_what_cannot_be_torn_down_is_told_or_fails_by_name() -> None:
+    seen = cannot()
+    assert unsupported.check_told(seen) + unsupported.check_serves_on(seen) == []
+    named = {"type": "NotImplementedError", "message": "torch symmetric memory"}
+    failed = {"state": "failed", "problem": "flashinfer/normal: a workspace"}
+    seen.cycle.replies["prepare"] = [reply(0, error=named), reply(1, failed)]
+    del seen.cycle.reports["after"]
+    seen.cycle.reports["prepared"] = {rank: report([]) for rank in (0, 1)}
+    assert unsupported.check_told(seen) + unsupported.check_serves_on(seen) == []
+    seen.cycle.replies["prepare"][0] = reply(0, error={"type": "RuntimeError", "message": "no"})
+    assert names(unsupported.check_told(seen)) == ["UNSUPPORTED:UNNAMED"]
+
+
+@pytest.mark.parametrize("answer", [[reply(1, told_of("absent"))], [reply(1)], []])
+def test_what_cannot_be_torn_down_and_is_passed_over(answer: list[RankReply]) -> None:
+    seen = cannot()
+    seen.cycle.replies["prepare"][1:] = answer
+    (found,) = unsupported.check_told(seen)
+    assert str(found.signature) == "UNSUPPORTED:UNTOLD"
+    assert "rank 1" in found.message
+
+
+def test_an_engine_that_does_not_serve_on() -> None:
+    assert names(unsupported.check_serves_on(cannot(after=None, failure="no answer"))) == [
+        "UNSUPPORTED:NOT_SERVING"
+    ]
+    other = Completion("p", (1, 3), (0.0, 0.0), "y")
+    assert names(unsupported.check_serves_on(cannot(after=other))) == ["ORACLE:TOKENS"]
+
+
+def test_a_workspace_that_is_not_as_it_was() -> None:
+    seen = cannot()
+    seen.cycle.reports["after"] = {0: report([], mapped=False), 1: report([], current=False)}
+    assert names(unsupported.check_serves_on(seen)) == ["UNSUPPORTED:WORKSPACE"] * 2
+    seen.cycle.renewed = True
+    assert names(unsupported.check_serves_on(seen)) == ["UNSUPPORTED:WORKSPACE"]
 
 
 BOTH = ["ORDER:GROUP_BEFORE_GRAPH", "ORDER:GROUP_BEFORE_WORKSPACE"]

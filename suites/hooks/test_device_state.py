@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.deadline import Deadline
-from nvsnap_conformance.hooks import standins, teardown, threads
+from nvsnap_conformance.hooks import standins, teardown, threads, unsupported
 from nvsnap_conformance.hooks.injection import INJECT_PACKAGE
 from nvsnap_conformance.outcomes import require
 
@@ -111,6 +111,13 @@ def test_a_teardown_that_cannot_be_done_is_refused(
     asked = teardown.asked_to_suspend(_bounded(hooks))
     seen = standins.observe(engine, asked, deadline=Deadline.after(SECONDS), old_nccl=where)
     require(teardown.check_refused(seen))
+
+
+@pytest.mark.clause("HOOKS-UNSUPPORTED-SERVES-ON")
+def test_a_workspace_that_cannot_be_torn_down_is_told(engine: EngineHandle, hooks: HooksSpec) -> None:
+    """Every rank tells of a workspace that cannot be torn down, and the engine serves on as before."""
+    seen = unsupported.observe(engine, _bounded(hooks), deadline=Deadline.after(SECONDS))
+    require(unsupported.check_told(seen) + unsupported.check_serves_on(seen))
 
 
 @pytest.mark.clause("HOOKS-ANY-THREAD")

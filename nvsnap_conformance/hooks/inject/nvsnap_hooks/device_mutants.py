@@ -261,6 +261,35 @@ class SuspendSkipped(ReferenceHooks):
         """Ask nothing."""
 
 
+class UnsupportedHalfWay(ReferenceHooks):
+    """Takes a workspace that cannot be torn down for a failure, after it has begun with all the others."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def release(self, resource: Any) -> str:
+        """Release, and fail where a workspace says that it cannot."""
+        try:
+            return super().release(resource)
+        except Unsupported as error:
+            if not isinstance(resource, flashinfer.Workspace):
+                raise
+            raise RuntimeError(str(error)) from error
+
+
+class UnsupportedPassedOver(ReferenceHooks):
+    """Calls a workspace absent that cannot be torn down, as if nothing had to be told of it."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Prepare, and tell of no workspace that is unsupported."""
+        report = super().prepare()
+        for entry in report["resources"]:
+            if (entry["kind"], entry["outcome"]) == (flashinfer.Workspace.kind, "unsupported"):
+                entry["outcome"] = "absent"
+        return report
+
+
 class RecaptureForgotten(ReferenceHooks):
     """Drops graphs, calls them deferred, and never has them captured again; the engine does not by itself."""
 

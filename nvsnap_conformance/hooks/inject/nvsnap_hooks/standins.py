@@ -80,6 +80,8 @@ class StandInWorkspace:
 
     backend = "trtllm"
     mc_ptr = 1
+    unsupported = False
+    """Whether it lies in torch's symmetric memory, so that it can be neither unmapped nor mapped again."""
 
     def __init__(self, name: str, group: Any, log: Log, device: ThreadDevice) -> None:
         self.name = name
@@ -91,7 +93,7 @@ class StandInWorkspace:
     def checkpoint_prepare(self) -> None:
         """Unmap every memory between two barriers."""
         self.log.note("workspace-prepare", self.name)
-        self._require_device("prepare")
+        self._require_able("prepare")
         if not self._whole(mapped=True):
             return
         for memory in self.mem_handles:
@@ -102,7 +104,7 @@ class StandInWorkspace:
     def checkpoint_restore(self, comm_backend: Any) -> None:
         """Map every memory over the given backend."""
         self.log.note("workspace-restore", self.name)
-        self._require_device("restore")
+        self._require_able("restore")
         if not self._whole(mapped=False):
             return
         for memory in self.mem_handles:
@@ -116,7 +118,9 @@ class StandInWorkspace:
         self._destroyed = True
         self.mem_handles = []
 
-    def _require_device(self, verb: str) -> None:
+    def _require_able(self, verb: str) -> None:
+        if self.unsupported:
+            raise NotImplementedError(f"{verb} of a workspace that is backed by torch symmetric memory")
         if not self.device.is_current():
             thread = threading.current_thread().name
             self.log.note("no-device", f"{verb} in {thread}")
@@ -161,14 +165,16 @@ class StandIns:
         permute: bool = False,
         unlike: bool = False,
         fault: dict[str, Any] | None = None,
+        unsupported: bool = False,
         old_nccl: str | None = None,
     ) -> dict[str, Any]:
         """Plant; both slots hold one workspace where ``alias``.
 
         On the last rank ``permute`` turns the order round in which the groups are registered, and ``unlike``
-        makes its workspace one of another backend. ``fault`` is ``{"rank", "what", "nth"}``. With
-        ``old_nccl`` there is a communicator of NCCL's, over a library that has no ``ncclCommSuspend`` on
-        every rank (``every``) or on the last one only (``last``).
+        makes its workspace one of another backend. ``fault`` is ``{"rank", "what", "nth"}``. Where
+        ``unsupported`` no workspace can be unmapped, on any rank, and each says so. With ``old_nccl`` there
+        is a communicator of NCCL's, over a library that has no ``ncclCommSuspend`` on every rank (``every``)
+        or on the last one only (``last``).
         """
         import vllm.distributed.device_communicators.flashinfer_all_reduce as module
         from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
@@ -184,6 +190,7 @@ class StandIns:
         device = ThreadDevice(self._worker.device)
         normal = StandInWorkspace("normal", coordinator.cpu_group, log, device)
         quant = normal if alias else StandInWorkspace("quant", coordinator.cpu_group, log, device)
+        normal.unsupported = quant.unsupported = unsupported
         if unlike and last:
             normal.backend = "mnnvl"
         _planted.update(
