@@ -208,18 +208,22 @@ def test_what_a_peer_has_mapped_is_refused_and_goes_once_it_is_closed() -> None:
         closed = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
         ranks.share_again(closed)
     assert device_checks.came_to(closed) == "carried"
-    assert set(closed.answers.values()) == {"right"}
+    assert closed.shared_again == {"old": "", "new": ""}
+    assert device_checks.check_shared_again(closed) == []
+    assert len(device_checks.check_shared_again(mapped)) == 2  # nobody tried
 
 
-def test_a_peer_that_cannot_map_is_an_answer_after_the_cycle_and_an_error_before() -> None:
+def test_a_peer_that_cannot_map_is_a_finding_after_the_cycle_and_an_error_before() -> None:
     with DeviceRanks("stand-in") as ranks:
         seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
         (ranks._folder / f"{ranks.pids[1]}.mapped").mkdir()  # the file cannot be written
         ranks.share_again(seen)
-        found = device_checks.check_carried(seen)
+        found = device_checks.check_shared_again(seen)
         with pytest.raises(EnvironmentFailure, match="rank 1 cannot take memory"):
             ranks.share()
-    assert [str(one.signature) for one in found] == ["DEVICE:STATE_LOST"]
+    codes = ["DEVICE:NOT_SHARED_AGAIN", "DEVICE:NOT_SHARED_ANEW"]
+    assert [str(one.signature) for one in found] == codes
+    assert "old memory not shared again: rank 1 cannot take memory" in device_checks.came_to(seen)
 
 
 # Inside a lifecycle --------------------------------------------------------------------------------

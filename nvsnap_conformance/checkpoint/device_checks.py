@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nvsnap_conformance.checkpoint.device_failure import HANG, Fate
 from nvsnap_conformance.checkpoint.device_held import BYTES
+from nvsnap_conformance.checkpoint.device_ranks import NEW, OLD
 from nvsnap_conformance.lifecycle.trace import Event, Verb, check_order
 from nvsnap_conformance.outcomes import Finding, Outcome, finding
 
@@ -164,6 +165,7 @@ def came_to(seen: DeviceObservation) -> str:
         told = seen.failure.signature if seen.failure else seen.error.what
         return f"{'refused' if _refused(seen) else 'failed'} at {seen.at}: {told}"
     wrong = sorted({answer for answer in seen.answers.values() if answer != "right"})
+    wrong += [f"{what} memory not shared again: {why}" for what, why in seen.shared_again.items() if why]
     return ", ".join(wrong) or "carried"
 
 
@@ -179,6 +181,20 @@ def check_carried(seen: DeviceObservation) -> list[Finding]:
     if wrong:
         return [finding(f"after the restore processes find: {wrong}", "DEVICE:STATE_LOST")]
     return []
+
+
+def check_shared_again(seen: DeviceObservation) -> list[Finding]:
+    """Check that after a cycle memory can be shared again: what there was before, and new memory.
+
+    Findings: ``DEVICE:NOT_SHARED_AGAIN`` (old) and ``DEVICE:NOT_SHARED_ANEW`` (new), also where nobody tried.
+    """
+    codes = {OLD: "DEVICE:NOT_SHARED_AGAIN", NEW: "DEVICE:NOT_SHARED_ANEW"}
+    told = {what: seen.shared_again.get(what, "nobody tried") for what in codes}
+    return [
+        finding(f"{what} memory cannot be shared after the restore: {why}", codes[what])
+        for what, why in told.items()
+        if why
+    ]
 
 
 def _refused(seen: DeviceObservation) -> bool:

@@ -153,6 +153,10 @@ class Memory:
         """Give the peer a handle of what is shared."""
         raise NotImplementedError
 
+    def renew(self) -> None:
+        """Make new memory to share, in place of what was made at the start."""
+        raise NotImplementedError
+
     def take(self) -> None:
         """Map what the peer gave the handle of."""
         raise NotImplementedError
@@ -313,11 +317,11 @@ class HandleTaken(Memory):
 
     def hold(self) -> None:
         """Take it."""
-        self.ipc_handle()
+        self.ipc_handle(self.address)
 
-    def ipc_handle(self) -> bytes:
+    def ipc_handle(self, address: int) -> bytes:
         """Take a handle; one from before a checkpoint is none after the restore (driver 580.159.04)."""
-        return bytes(self.cuda.made(self.cuda.driver.cuIpcGetMemHandle(self.address)).reserved)
+        return bytes(self.cuda.made(self.cuda.driver.cuIpcGetMemHandle(address)).reserved)
 
 
 class Ipc(HandleTaken):
@@ -327,12 +331,18 @@ class Ipc(HandleTaken):
 
     def hold(self) -> None:
         """Nothing of the peer's is open yet."""
+        self._shared = self.address
         self._peer: int | None = None
         self._peer_word = 0
 
     def share(self) -> None:
         """Send a handle and the word that its memory is filled with."""
-        self.channel.send(self.word.to_bytes(4, "little") + self.ipc_handle())
+        self.channel.send(self.word.to_bytes(4, "little") + self.ipc_handle(self._shared))
+
+    def renew(self) -> None:
+        """Allocate it."""
+        self._shared = self.cuda.allocate(BYTES)
+        self.cuda.fill(self._shared, self.word, BYTES)
 
     def take(self) -> None:
         """Open the peer's handle."""
@@ -368,6 +378,10 @@ class Descriptor(Exported):
         descriptor = self.export()
         socket.send_fds(self.channel, [self.word.to_bytes(4, "little")], [descriptor])
         os.close(descriptor)
+
+    def renew(self) -> None:
+        """Create and map it; what was made before stays."""
+        Virtual.hold(self)
 
     def take(self) -> None:
         """Import and map the peer's descriptor."""

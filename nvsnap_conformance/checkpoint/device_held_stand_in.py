@@ -50,6 +50,10 @@ class StandIn:
         assert self._channel is not None  # the kinds that share are started with one
         self._channel.send(os.getpid().to_bytes(4, "little") + self._content["memory"])
 
+    def renew(self) -> None:
+        """Write the memory anew."""
+        self._file("memory").write_bytes(self._content["memory"])
+
     def take(self) -> None:
         """Map the peer's memory."""
         assert self._channel is not None  # as above

@@ -3,9 +3,9 @@
 Arguments: where (``gpu``, ``stand-in`` or ``none``), the number of the GPU, the suite's path as JSON, what is
 held (a kind of :mod:`nvsnap_conformance.checkpoint.device_held`) and the descriptor of the socket to the peer
 (-1: none). Says ``ready`` once it holds it. Then it does what each line of its standard input says, and
-answers with one line: ``look`` with ``right`` or what is wrong, ``share``, ``take`` and ``drop`` with
-``done``, ``where`` with its device; where a call fails, with ``failed: `` and why. It ends with its standard
-input.
+answers with one line: ``look`` with ``right`` or what is wrong, ``share``, ``renew``, ``take`` and ``drop``
+with ``done``, ``where`` with its device; where a call fails, with ``failed: `` and why. It ends with its
+standard input.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 GPU, STAND_IN = "gpu", "stand-in"
 MEMORY, EVERYTHING = "memory", "everything"
+OLD, NEW = "old", "new"
 VERBS = ("lock", "checkpoint", "restore", "unlock")
 
 STAND_IN_DEVICES = ("00" * 15 + "01", "00" * 15 + "02")
@@ -56,7 +57,8 @@ class DeviceObservation:
     ``order`` are the calls (pid, verb, began, ended) as the driver saw them, ``memory`` the bytes on the
     device at the moments ``before``, ``between`` (after checkpoint) and ``after``. ``states``, ``alive``,
     ``answers`` and ``helpers`` (helper processes left over) were read once all was over. ``error`` is what
-    the checkpointer raised, at ``at``.
+    the checkpointer raised, at ``at``. ``shared_again`` says of memory from before the cycle (``old``) and of
+    ``new`` memory why it cannot be shared after it, empty where it can.
     """
 
     pids: list[int]
@@ -68,6 +70,7 @@ class DeviceObservation:
     states: dict[int, str] = field(default_factory=dict)
     alive: dict[int, bool] = field(default_factory=dict)
     answers: dict[int, str] = field(default_factory=dict)
+    shared_again: dict[str, str] = field(default_factory=dict)
     helpers: int = 0
     error: NvsnapError | None = None
     at: str | None = None
@@ -208,12 +211,17 @@ class DeviceRanks:
         self._told(1, "take")
 
     def share_again(self, seen: DeviceObservation) -> None:
-        """Share once more after a cycle and look again; what does not work then is an answer of rank 1."""
-        try:
-            self.share()
-            seen.answers = self.answers()
-        except EnvironmentFailure as failure:
-            seen.answers[self.pids[1]] = failure.what
+        """After a cycle share the memory from before it, and then new memory; see ``shared_again``."""
+        for what in (OLD, NEW):
+            try:
+                if what == NEW:
+                    self._told(0, "renew")
+                self.share()
+                wrong = {answer for answer in self.answers().values() if answer != "right"}
+                seen.shared_again[what] = ", ".join(sorted(wrong))
+                self.close_shared()
+            except EnvironmentFailure as failure:
+                seen.shared_again[what] = failure.what
 
     def close_shared(self) -> None:
         """Have rank 1 close it again."""

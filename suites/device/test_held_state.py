@@ -63,7 +63,7 @@ def test_what_a_peer_has_closed_goes_and_can_be_mapped_again(
     make_device: Callable[[DeviceRanks], DeviceCheckpointer],
     keep_device: Callable[[DeviceObservation], None],
 ) -> None:
-    """One process maps memory of the other and closes it; after the cycle it maps it once more."""
+    """One process maps and closes memory of the other; after the cycle it maps that again, and new memory."""
     with DeviceRanks(device_kind, holding=holding) as ranks:
         ranks.share()
         ranks.close_shared()
@@ -72,3 +72,4 @@ def test_what_a_peer_has_closed_goes_and_can_be_mapped_again(
             ranks.share_again(seen)
     keep_device(seen)
     require(device_checks.check_completed(seen) + device_checks.check_carried(seen))
+    require(device_checks.check_shared_again(seen))
