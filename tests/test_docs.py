@@ -7,6 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
+from nvsnap_conformance.clauses.registry import load_registry
 from nvsnap_conformance.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,14 @@ def test_every_command_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     documented = set(re.findall(r"^\| `nvsnap-conformance ([a-z]+)", readme, re.MULTILINE))
     assert documented == set(COMMANDS)
+
+
+def test_every_clause_that_a_document_names_is_one() -> None:
+    areas = {name.partition("-")[0] for name in load_registry().clauses}
+    named = re.compile(rf"`((?:{'|'.join(sorted(areas))})-[A-Z-]+[A-Z])`")
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        unknown = set(named.findall(page.read_text())) - set(load_registry().clauses)
+        assert not unknown, f"{page.relative_to(ROOT)} names {sorted(unknown)}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:
