@@ -40,6 +40,8 @@ class Engine:
         self.told: list[str] = []
         self.held = False
         self.weights = "the model's"
+        self.free: int | None = None
+        self.frees = 0
 
     def quiesce(self, _deadline: Deadline) -> None:
         self.told.append("quiesce")
@@ -47,6 +49,7 @@ class Engine:
 
     def sleep(self, level: int, _deadline: Deadline) -> None:
         self.told.append(f"sleep {level}")
+        self.free = None if self.free is None else self.free + self.frees
         self.weights = "kept" if level == 1 else "lost"
 
     def rpc(self, method: str, **_arguments: Any) -> list[RankReply]:
@@ -54,7 +57,10 @@ class Engine:
             self.told.append(method)
         if method == "lose":
             self.weights = "lost"
-        return [RankReply(rank, "n", "n", value={"state": "ok"}) for rank in range(RANKS)]
+        value: dict[str, Any] = {"state": "ok"}
+        if self.free is not None:
+            value["memory"] = {"free": self.free, "total": 100}
+        return [RankReply(rank, "n", "n", value=value) for rank in range(RANKS)]
 
     def wake(self, _deadline: Deadline, *, reload: bool) -> None:
         self.told.append("wake with reload" if reload else "wake")
@@ -129,6 +135,20 @@ def test_a_full_cycle_sleeps_around_the_hooks(tmp_path: Path, level: int, wake: 
     assert [verb for verb in verbs(driver) if verb in {Verb.SLEEP, Verb.WAKE}] == [Verb.SLEEP, Verb.WAKE]
     assert {"sleep", "wake"} <= set(driver.record.as_json()["seconds"])
     assert engine.weights == "the model's"
+
+
+@pytest.mark.parametrize(("frees", "failure"), [(40, None), (0, "SLEEP:FREED_NOTHING")])
+def test_a_sleep_that_frees_no_memory_is_none(tmp_path: Path, frees: int, failure: str | None) -> None:
+    engine = Engine()
+    engine.free, engine.frees = 10, frees
+    driver = orchestrate(engine, tmp_path, 2)
+    if failure is None:
+        assert driver.record.failure is None
+    else:
+        assert signature(driver) == failure
+        assert driver.record.failure is not None
+        assert driver.record.failure.verb is Verb.SLEEP
+        assert "dump" not in engine.told
 
 
 @pytest.mark.parametrize(("level", "variant"), [(None, Variant.FULL), (2, Variant.HOOKS_ONLY)])

@@ -82,8 +82,8 @@ class CycleFailure:
 class CycleRecord:
     """Everything seen in one cycle.
 
-    ``snapshots`` maps a moment (``before``, ``prepared``, ``after``) to the observer's replies, ``statuses``
-    the same to what the hooks' ``status`` answered, but in the control arm, which calls no hooks.
+    ``snapshots`` maps a moment (``before``, ``asleep``, ``prepared``, ``after``) to the observer's replies,
+    ``statuses`` the same to what the hooks' ``status`` answered; the control arm calls no hooks.
     ``stopped`` holds the states of all processes between dump and load, read back by the driver itself
     and not by the checkpointer. ``failed_calls`` are the device layer's calls, where it failed.
     """
@@ -149,6 +149,14 @@ class FrontReleased(VerbFailed):
     def __init__(self, verb: Verb) -> None:
         super().__init__(f"the front no longer holds requests after {verb}, and nobody has resumed it")
         self.signature = Signature("FRONT", "RELEASED", verb.value)
+
+
+class FreedNothing(VerbFailed):
+    """An engine said that it sleeps, and its memory is where it was."""
+
+    def __init__(self, ranks: Sequence[str]) -> None:
+        super().__init__(f"rank {', '.join(ranks)} has no more free device memory asleep than before")
+        self.signature = Signature("SLEEP", "FREED_NOTHING")
 
 
 class LifecycleDriver:
@@ -303,6 +311,9 @@ class LifecycleDriver:
         with self._front(Verb.SLEEP):
             self.engine.sleep(level, deadline.sooner(SLEEP_SECONDS))
             self._require_held(Verb.SLEEP, deadline)
+            # What the hooks' state is then is no clause's.
+            self.record.snapshots["asleep"] = self._asked("snapshot", OBSERVER, deadline)
+            self._require_freed()
 
     def prepare(self, deadline: Deadline) -> None:
         """Release the cross-rank state on every rank."""
@@ -336,6 +347,23 @@ class LifecycleDriver:
             self.engine.wake(deadline.sooner(SLEEP_SECONDS), reload=level == DISCARDS_WEIGHTS)
             # An engine that resumes by itself serves what no orchestrator has declared ready.
             self._require_held(Verb.WAKE, deadline)
+
+    def _require_freed(self) -> None:
+        """Raise :class:`FreedNothing` where a rank has as little free memory on its device as before.
+
+        vLLM answers 200 whatever its workers did. A rank that tells no memory (on a CPU) is not judged.
+        """
+        before, asleep = (
+            {
+                reply.rank: reply.value["memory"]["free"]
+                for reply in self.record.snapshots[moment]
+                if isinstance(reply.value, dict) and "memory" in reply.value
+            }
+            for moment in ("before", "asleep")
+        )
+        kept = {rank for rank in before if asleep.get(rank, 0) <= before[rank]}
+        if kept:
+            raise FreedNothing(sorted(map(str, kept)))
 
     def _require_held(self, verb: Verb, deadline: Deadline) -> None:
         if not self.engine.paused(deadline.sooner(VERB_SECONDS)):
@@ -387,7 +415,9 @@ class LifecycleDriver:
             yield
         except (VerbFailed, RequestFailed, NvsnapError) as error:
             told = error if isinstance(error, DeviceFailure) else None
-            named = error.signature if isinstance(error, DeviceFailure | FrontReleased) else None
+            named = (
+                error.signature if isinstance(error, DeviceFailure | FrontReleased | FreedNothing) else None
+            )
             self.record.failure = CycleFailure(
                 verb,
                 type(error).__name__,
