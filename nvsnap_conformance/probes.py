@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from nvsnap_conformance.engines.process import EngineProcess
 from nvsnap_conformance.engines.recipes import load_recipes
 from nvsnap_conformance.errors import EnvironmentFailure, NvsnapError
 from nvsnap_conformance.gpus import REFUSED_DRIVERS, visible
+from nvsnap_conformance.held_folder import PROBE, held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -108,10 +108,10 @@ def _namespaces() -> Capability:
     if gap:
         why = f"missing rights: {gap}" if gap.startswith("CAP_") else gap
         return Capability("namespaces", present=False, why_not=why, how_to_get=how)
-    with tempfile.TemporaryDirectory(prefix="nvsnap-probe-") as folder:
+    with held(PROBE) as folder:
         try:
             argv = [sys.executable, "-I", "-S", "-c", "input()"]
-            with EngineProcess.launch(argv, env={}, workdir=Path(folder)) as process:
+            with EngineProcess.launch(argv, env={}, workdir=folder) as process:
                 made = ", ".join(sorted(process.isolation))
         except NvsnapError as error:
             why = " ".join(part for part in (error.what, error.cause) if part)
@@ -275,8 +275,8 @@ def _some_pip() -> Iterator[str]:
     if importlib.util.find_spec("pip") is not None:
         yield sys.executable
         return
-    with tempfile.TemporaryDirectory(prefix="nvsnap-probe-") as folder:
-        _run([sys.executable, "-m", "venv", folder], seconds=_PIP_SECONDS)
+    with held(PROBE) as folder:
+        _run([sys.executable, "-m", "venv", str(folder)], seconds=_PIP_SECONDS)
         yield f"{folder}/bin/python"
 
 

@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure, NvsnapError
 from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, count_visible, leased
+from nvsnap_conformance.held_folder import DEVICE, new_folder
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class DeviceRanks:
         self._environment: dict[str, str] = {}
         self._identities: list[ProcessId] = []
         self._folder = Path()
+        self._lock = -1
         self._lease: Lease | None = None
 
     @property
@@ -137,8 +138,11 @@ class DeviceRanks:
         self._undo.close()
 
     def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="nvsnap-device-"))
+        self._folder, lock = new_folder(DEVICE)
+        self._undo.callback(lock.close)
         self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
+        # The ranks inherit it: the folder is theirs too, for as long as one lives.
+        self._lock = lock.fileno()
         environment = dict(os.environ)
         if self.kind == GPU:
             self._lease = self._undo.enter_context(
@@ -180,7 +184,7 @@ class DeviceRanks:
             stderr=subprocess.PIPE,
             text=True,
             env=self._environment,
-            pass_fds=() if end is None else (descriptor,),
+            pass_fds=(self._lock,) if end is None else (self._lock, descriptor),
         )
 
     def _end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import HooksSpec, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded, UsageError
+from nvsnap_conformance.held_folder import CHECK, held
 from nvsnap_conformance.hooks import contract
 from nvsnap_conformance.lifecycle import accounting, report_form
 from nvsnap_conformance.lifecycle.driver import OBSERVER, LifecycleDriver, Variant
@@ -100,8 +100,8 @@ def check_hooks(
     by_contract("HOOKS-VERSION-GATE", contract.unknown_version)
 
     def cycles(group: RankGroup) -> dict[str, list[Finding]]:
-        with tempfile.TemporaryDirectory() as folder:
-            driver = LifecycleDriver(group, hooks, None, Path(folder))  # type: ignore[arg-type] # no engine
+        with held(CHECK) as folder:
+            driver = LifecycleDriver(group, hooks, None, folder)  # type: ignore[arg-type] # no engine
             records = [driver.run(Variant.HOOKS_ONLY, Deadline.after(seconds)) for _ in range(CYCLES)]
         return judge_cycles(records)
 

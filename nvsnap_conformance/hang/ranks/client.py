@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Self, cast
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import Rank
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
-from nvsnap_conformance.hang.ranks.folder import ERRORS, new_folder
+from nvsnap_conformance.held_folder import LOCKED, RANK_SERVER, new_folder
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RankServer:
             # libuv's io_uring rings would be shared by forked ranks.
             "USE_LIBUV": "0",
         }
-        self._folder, self._errors = new_folder()
+        self._folder, self._errors = new_folder(RANK_SERVER)
         settings = {
             "paths": [*map(str, paths)],
             "preload": [*preload],
@@ -149,7 +149,7 @@ class RankServer:
 
     def errors(self) -> str:
         """Return the end of what server and ranks wrote to standard error."""
-        return (self._folder / ERRORS).read_text(errors="replace")[-3000:]
+        return (self._folder / LOCKED).read_text(errors="replace")[-3000:]
 
     def close(self) -> None:
         """End the server and every rank; idempotent."""
