@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 COMMANDS: dict[str, tuple[str, str]] = {
+    "audit": ("nvsnap_conformance.commands.audit:audit", "Say what runs have left on this host."),
     "compare": (
         "nvsnap_conformance.commands.compare:compare",
         "Compare two records, or one with expectations.",

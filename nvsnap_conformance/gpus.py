@@ -318,7 +318,7 @@ def lease(count: int, deadline: Deadline, *, module: Any | None = None, folder: 
                     held += 1
                     continue
                 undo.callback(lock.release)
-                why, used = _unfit(nvml, gpu, place)
+                why, used = why_unfit(nvml, gpu, place)
                 if why:
                     refused[gpu.uuid] = why
                     lock.release()
@@ -349,8 +349,11 @@ def lease(count: int, deadline: Deadline, *, module: Any | None = None, folder: 
     )
 
 
-def _unfit(nvml: Nvml, gpu: Gpu, place: Path) -> tuple[str, int]:
-    """Return why a GPU cannot be leased (empty: it can), and the bytes in use on it."""
+def why_unfit(nvml: Nvml, gpu: Gpu, place: Path) -> tuple[str, int]:
+    """Return why a GPU cannot be leased (empty: it can), and the bytes in use on it.
+
+    ``place`` is the folder with the notes that leases leave of memory which has not come back.
+    """
     now = nvml.use(gpu)
     with suppress(OSError, ValueError, KeyError):
         note = json.loads((place / f"{gpu.uuid}.json").read_text())

@@ -49,6 +49,14 @@ def temporary_prefix(run: str) -> Path:
     return Path(f"/tmp/nvsnap-{hashlib.sha256(run.encode()).hexdigest()[:12]}-")  # noqa: S108 - mkdir, 0700
 
 
+_TEMPORARY = re.compile(r"/tmp/nvsnap-[0-9a-f]{12}-.")  # noqa: S108 - temporary_prefix of any run
+
+
+def of_some_run(path: Path) -> bool:
+    """Whether ``path`` is a folder with the :func:`temporary_prefix` of any run, or lies in one."""
+    return _TEMPORARY.match(str(path)) is not None
+
+
 @dataclass(frozen=True, order=True)
 class ResidualProcess:
     """A process that is still there. ``name`` is the kernel's (15 bytes), since arguments hold secrets."""
@@ -186,17 +194,33 @@ def mount_points(process: str = "self") -> tuple[str, ...]:
     found = []
     for line in text.splitlines():
         words = line.split()
-        found.append(f"{words[4]} {words[words.index('-') + 1]}")
+        point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), words[4])
+        found.append(f"{point} {words[words.index('-') + 1]}")
     return tuple(found)
+
+
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+"""What stands for white space and backslashes in /proc/PID/mountinfo (proc(5))."""
+
+
+_SHORT = re.compile(r"/tmp/nvsnap-\d+/engine(/|$)")  # noqa: S108 - engines.home.mount_point of any user
+
+
+def in_engines_place(point: Path) -> bool:
+    """Whether a mount point is a folder over which engines' homes are mounted, or lies below it.
+
+    One in /tmp counts for every user and every setting of the cache folder: which one was used is not known.
+    """
+    from nvsnap_conformance.engines import home  # noqa: PLC0415 - it names its folders by the run's id, from here
+
+    engines = home.mount_point()
+    return point == engines or engines in point.parents or _SHORT.match(str(point)) is not None
 
 
 def _where_engines_mount(mount: str) -> bool:
     """Whether a mount is where the suite mounts something in an engine's namespace."""
-    from nvsnap_conformance.engines import home  # noqa: PLC0415 - it names its folders by the run's id, from here
-
     point = Path(mount.rpartition(" ")[0])
-    engines = home.mount_point()
-    return str(point) in {"/", "/proc", str(_SHM)} or point == engines or engines in point.parents
+    return str(point) in {"/", "/proc", str(_SHM)} or in_engines_place(point)
 
 
 def sysv_objects() -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -223,16 +247,24 @@ def added(before: Iterable[str], after: Iterable[str]) -> tuple[str, ...]:
 
 def marked_processes(name: str, value: str) -> list[ProcessId]:
     """Return the living processes whose initial environment has ``name=value``, the caller excepted."""
-    wanted = f"{name}={value}".encode()
-    found = []
+    return [process for process, found in marks(name).items() if found == value]
+
+
+def marks(name: str) -> dict[ProcessId, str]:
+    """Return the living processes whose initial environment has ``name``, with its value; not the caller."""
+    wanted = f"{name}=".encode()
+    found = {}
     for pid in psutil.pids():
         if pid == os.getpid():
             continue
         with suppress(*_GONE):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if not entry.startswith(wanted):
+                    continue
                 process = ProcessId.of(pid)
                 if process is not None and process.alive:
-                    found.append(process)
+                    found[process] = os.fsdecode(entry[len(wanted) :])
+                break
     return found
 
 
@@ -249,7 +281,13 @@ def run_processes(run: str) -> list[ProcessId]:
     any: a process that gave up its environment, or was restored from an image with an older one, belongs
     to the run as well.
     """
-    family = {process.pid for process in marked_processes(RUN_ID, run)}
+    pids = with_kin({process.pid for process in marked_processes(RUN_ID, run)}) - {os.getpid()}
+    identities = (ProcessId.of(pid) for pid in sorted(pids))
+    return [process for process in identities if process is not None and process.alive]
+
+
+def with_kin(family: set[int]) -> set[int]:
+    """Return pids with those of their descendants, and of all in their pid namespaces but the caller's."""
     own = _namespace("self", "pid")
     table = {pid: parent for pid, (parent, _) in parents().items()}
     spaces = {pid: _namespace(pid, "pid") for pid in table} if family else {}
@@ -257,10 +295,8 @@ def run_processes(run: str) -> list[ProcessId]:
         inhabited = {spaces.get(pid) for pid in family} - {own, None}
         found = {pid for pid, parent in table.items() if parent in family or spaces.get(pid) in inhabited}
         if found <= family:
-            break
-        family |= found
-    identities = (ProcessId.of(pid) for pid in sorted(family - {os.getpid()}))
-    return [process for process in identities if process is not None and process.alive]
+            return family
+        family = family | found
 
 
 @dataclass(frozen=True)
@@ -348,6 +384,27 @@ class _Foreign:
         with suppress(*_GONE):
             return (_SHM / name).stat().st_ino in self.shm
         return False
+
+
+def abandoned_shm() -> tuple[str, ...]:
+    """Return the entries of /dev/shm that no process has open or mapped.
+
+    Of what other users' processes hold only root is told: others get their own entries alone.
+    """
+    there = {name for names in shm_entries(_SHM) for name in names}
+    if not there:
+        return ()
+    holders = _Foreign.look(set())
+    # Named before and after the look at the holders: one that came meanwhile could be taken for nobody's.
+    there &= {name for names in shm_entries(_SHM) for name in names}
+    return tuple(sorted(n for n in there if may_judge(_SHM / n) and not holders.uses(n)))
+
+
+def may_judge(path: Path) -> bool:
+    """Whether the caller can tell whose ``path`` is: it is root, or the path's owner."""
+    with suppress(*_GONE):
+        return os.geteuid() in (0, path.lstat().st_uid)
+    return False
 
 
 def _open_files(pid: int, device: int) -> Iterator[tuple[str, int | None]]:
