@@ -1,7 +1,8 @@
-"""The scripts of ci/: an interpreter that is none is named, before anything is made."""
+"""The scripts of ci/: no interpreter is guessed at, and a pipeline ends as its run and its audit did."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -43,3 +44,34 @@ def test_a_gpu_host_without_python_is_not_conformant(program: Path, tmp_path: Pa
     records = tmp_path / "records"
     refused(ROOT / "ci" / "gpu-run", str(tmp_path), NVS_HOST_PYTHON=str(program), NVS_RECORDS=str(records))
     assert not records.exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "audit", "expected"), [(0, 0, 0), (0, 1, 1), (0, 7, 7), (1, 0, 1), (6, 7, 6), (7, 1, 7)]
+)
+def test_a_pipeline_fails_where_a_run_that_passed_left_something(
+    run: int, audit: int, expected: int, tmp_path: Path
+) -> None:
+    shutil.copytree(ROOT / "ci", tmp_path / "ci")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    # As if it had been set up: the pipeline then takes the programs that are there.
+    made_of = b"".join((tmp_path / name).read_bytes() for name in ("pyproject.toml", "ci/setup.sh"))
+    (programs.parent / "nvs-setup-stamp").write_text(hashlib.sha256(made_of).hexdigest())
+    log = tmp_path / "log"
+    suite = f'#!/bin/sh\necho "$@" >>{log}\ncase $1 in run) exit {run} ;; audit) exit {audit} ;; esac\n'
+    for name, text in (("python", "#!/bin/sh\n"), ("nvsnap-conformance", suite)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    env = {**os.environ, "NVS_ENGINE_PYTHON": "/usr/bin/python3", "NVS_OUT": str(tmp_path / "out")}
+    done = subprocess.run(
+        [tmp_path / "ci" / "gpu" / "pipeline"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == expected, done.stderr
+    assert log.read_text().splitlines()[-1] == "audit --gpus"
