@@ -1,8 +1,8 @@
 """Temporary folders that are held by a lock, and the removal of those whose owners were killed.
 
-A folder's owners hold a lock on a file in it: the process that made it, and those that inherit the open file, a
-rank server as its standard error. The kernel drops the lock with the last of them, however it ends. So a folder
-without a locked file is nobody's, and whoever makes the next one removes it.
+A folder's owners hold a lock on a file in it: the process that made it, and those that inherit the open file,
+a rank server as its standard error. The kernel drops the lock with the last of them, however it ends. So a
+folder without a locked file is nobody's, and whoever makes the next one removes it.
 """
 
 from __future__ import annotations
