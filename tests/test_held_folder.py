@@ -22,6 +22,7 @@ from nvsnap_conformance.held_folder import (
     sweep,
     unheld,
 )
+from nvsnap_conformance.lifecycle.residue import RUN_ID, marks
 from nvsnap_conformance.processes import ProcessId
 
 # The server imports torch first of all: this one tells that it does, and waits there for a line.
@@ -153,9 +154,11 @@ def test_a_device_case_that_is_killed_leaves_no_process_and_no_folder(
         ranks = [ProcessId.of(int(word)) for word in case.stdout.readline().split()]
         (left,) = tmp_path.iterdir()
         assert unheld(tmp_path) == []
+        marked = marks(RUN_ID)
         case.kill()
         case.wait()
     assert len(ranks) == 3
+    assert set(ranks) <= set(marked), "an audit could not tell that they are a run's"
     wait_for(
         "the ranks' end",
         lambda: not any(rank is not None and rank.alive for rank in ranks),

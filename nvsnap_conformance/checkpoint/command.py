@@ -20,6 +20,7 @@ from nvsnap_conformance.checkpoint.freeze import read_states
 from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
+from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -52,6 +53,7 @@ class Program:
                 stdout=self._output,
                 stderr=self._errors,
                 start_new_session=True,
+                env=os.environ | {RUN_ID: run_id()},
             )
         except OSError as error:
             self.close()

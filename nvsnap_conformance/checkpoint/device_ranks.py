@@ -26,6 +26,7 @@ from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure, NvsnapError
 from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, count_visible, leased
 from nvsnap_conformance.held_folder import DEVICE, new_folder
+from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class DeviceRanks:
         self._undo.callback(shutil.rmtree, self._folder, ignore_errors=True)
         # The ranks inherit it: the folder is theirs too, for as long as one lives.
         self._lock = lock.fileno()
-        environment = dict(os.environ)
+        environment = os.environ | {RUN_ID: run_id()}
         if self.kind == GPU:
             self._lease = self._undo.enter_context(
                 # Two processes share one where there is no more.

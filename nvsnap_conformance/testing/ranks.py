@@ -19,6 +19,7 @@ from nvsnap_conformance.errors import DeadlineExceeded, UsageError
 from nvsnap_conformance.hooks.injection import INJECT
 from nvsnap_conformance.hooks.naming import is_implementation
 from nvsnap_conformance.lifecycle.driver import OBSERVER
+from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,7 +50,7 @@ class RankGroup:
     ) -> None:
         _require_arguments(size, worker, observer, path)
         folders = [str(INJECT), *([str(path)] if path else [])]
-        env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(folders)}
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(folders), RUN_ID: run_id()}
         # What the lifecycle's driver asks of an engine: its size, and its clock against ours.
         self.config: Any = SimpleNamespace(tensor_parallel=size)
         self.process: Any = SimpleNamespace(clock_offset=0.0)

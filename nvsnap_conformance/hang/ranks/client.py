@@ -15,6 +15,7 @@ from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import Rank
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure
 from nvsnap_conformance.held_folder import LOCKED, RANK_SERVER, new_folder
+from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
 from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class RankServer:
             "GLOO_SOCKET_IFNAME": "lo",
             # libuv's io_uring rings would be shared by forked ranks.
             "USE_LIBUV": "0",
+            RUN_ID: run_id(),
         }
         self._folder, self._errors = new_folder(RANK_SERVER)
         settings = {
