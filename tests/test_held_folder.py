@@ -155,13 +155,17 @@ def test_a_device_case_that_is_killed_leaves_no_process_and_no_folder(
         (left,) = tmp_path.iterdir()
         assert unheld(tmp_path) == []
         marked = marks(RUN_ID)
+        for rank in ranks:
+            assert rank is not None
+            opened = [link.readlink() for link in Path(f"/proc/{rank.pid}/fd").iterdir()]
+            assert left / LOCKED in opened, "the folder is not this rank's too"
         case.kill()
         case.wait()
     assert len(ranks) == 3
     assert set(ranks) <= set(marked), "an audit could not tell that they are a run's"
     wait_for(
         "the ranks' end",
-        lambda: not any(rank is not None and rank.alive for rank in ranks),
+        lambda: not any(rank.alive for rank in ranks if rank),
         Deadline.after(60.0),
     )
     wait_for("the lock's end", lambda: unheld(tmp_path) == [left], Deadline.after(60.0))
