@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FOLDER = "NVSNAP_STAND_IN_DRIVER"
 
+_SAVED = ".saved"
+
 
 class CUresult(IntEnum):
     """cuda.h: the errors that the calls can answer with."""
@@ -183,18 +185,20 @@ def _answer(pid: int, verb: str, pairs: list[CUcheckpointGpuPair] | None) -> CUr
         if (_folder() / f"{pid}.mapped").exists():
             return CUresult.CUDA_ERROR_NOT_SUPPORTED
         for file in _held(pid):
-            file.rename(file.with_name(f"{file.name}.saved"))
+            file.rename(f"{file}{_SAVED}")
     elif verb == "restore":
         if pairs is not None and not _move(pid, pairs):
             return CUresult.CUDA_ERROR_INVALID_VALUE
-        for file in _held(pid):
-            file.with_name(f"{file.name}.saved").rename(file)
+        for file in _held(pid, _SAVED):
+            file.rename(str(file).removesuffix(_SAVED))
     _become(pid, after)
     return CUresult.CUDA_SUCCESS
 
 
-def _held(pid: int) -> list[Path]:
-    return [_folder() / f"{pid}.{name}" for name in ("memory", "extra")]
+def _held(pid: int, suffix: str = "") -> list[Path]:
+    """Return what a process has on the device, or what of it was saved: it need not have both."""
+    files = [_folder() / f"{pid}.{name}{suffix}" for name in ("memory", "extra")]
+    return [file for file in files if file.exists()]
 
 
 def _move(pid: int, pairs: list[CUcheckpointGpuPair]) -> bool:
