@@ -146,7 +146,7 @@ def test_a_restore_onto_other_devices_is_where_it_was_to_be() -> None:
         moved = {str(UUID(one)): f"GPU-{UUID(other)}", f"GPU-{UUID(other)}": one}
         seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN, moves=moved))
         after = ranks.devices()
-    assert device_checks.check_completed(seen) + device_checks.check_carried(seen) == []
+    assert device_checks.check_completed(seen) + device_checks.check_carried(seen, "memory") == []
     assert [told.split()[0] for told in before] == [one, other]
     assert [told.split()[0] for told in after] == [other, one]
     assert device_checks.check_devices(before, after, {one: other, other: one}) == []
@@ -203,14 +203,14 @@ def test_what_a_peer_has_mapped_is_refused_and_goes_once_it_is_closed() -> None:
         ranks.share()
         mapped = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
         assert device_checks.came_to(mapped) == "refused at checkpoint: CUDA:801@checkpoint"
-        assert device_checks.check_carried(mapped) == []
+        assert device_checks.check_carried(mapped, "any") == []
         ranks.close_shared()
         closed = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
         ranks.share_again(closed)
     assert device_checks.came_to(closed) == "carried"
     assert closed.shared_again == {"old": "", "new": ""}
-    assert device_checks.check_shared_again(closed) == []
-    assert len(device_checks.check_shared_again(mapped)) == 2  # nobody tried
+    assert device_checks.check_shared_again(closed, "any") == []
+    assert len(device_checks.check_shared_again(mapped, "any")) == 2  # nobody tried
 
 
 def test_a_peer_that_cannot_map_is_a_finding_after_the_cycle_and_an_error_before() -> None:
@@ -218,10 +218,10 @@ def test_a_peer_that_cannot_map_is_a_finding_after_the_cycle_and_an_error_before
         seen = ranks.cycle(CudaDriverCheckpointer(driver=STAND_IN))
         (ranks._folder / f"{ranks.pids[1]}.mapped").mkdir()  # the file cannot be written
         ranks.share_again(seen)
-        found = device_checks.check_shared_again(seen)
+        found = device_checks.check_shared_again(seen, "any")
         with pytest.raises(EnvironmentFailure, match="rank 1 cannot take memory"):
             ranks.share()
-    codes = ["DEVICE:NOT_SHARED_AGAIN", "DEVICE:NOT_SHARED_ANEW"]
+    codes = ["DEVICE:NOT_SHARED_AGAIN@any", "DEVICE:NOT_SHARED_ANEW@any"]
     assert [str(one.signature) for one in found] == codes
     assert "old memory not shared again: rank 1 cannot take memory" in device_checks.came_to(seen)
 

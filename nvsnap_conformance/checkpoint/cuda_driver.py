@@ -12,6 +12,7 @@ from uuid import UUID
 
 from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper, call_all
 from nvsnap_conformance.checkpoint.device import NOT_INITIALIZED, Reply, RoundsCheckpointer
+from nvsnap_conformance.checkpoint.device_failure import HANG, DeviceFailure, Fate
 from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure, UsageError
 from nvsnap_conformance.gpus import require_driver, visible
 
@@ -41,6 +42,11 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
         super().__init__()
         self._driver = driver
         self._moves = {_digits(old): _digits(new) for old, new in (moves or {}).items()}
+        if len(self._moves) < len(moves or {}):
+            raise UsageError(
+                f"a map of devices that names one twice: {sorted(moves or {})}",
+                next_step="name each GPU once, with or without GPU-",
+            )
         self._helpers: dict[int, Helper] = {}
 
     def survey(self, pids: Sequence[int], deadline: Deadline) -> tuple[dict[int, str], dict[int, str]]:
@@ -67,6 +73,16 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
                     states[pid] = reply.state
                 elif reply.code == NOT_INITIALIZED:
                     without[pid] = reply.result
+                elif reply.hung:
+                    # No process was touched, so nothing has to be undone.
+                    raise DeviceFailure(
+                        f"lock failed on process {pid}: the driver does not give its state within "
+                        f"{reply.seconds:.1f} s",
+                        signature=f"{self.kind}:{HANG}@lock",
+                        fate=Fate.RUNNING,
+                        cause="a call of the driver on that process never returns",
+                        next_step="see the kernel's log, and what else uses the GPU",
+                    )
                 else:
                     raise EnvironmentFailure(
                         f"the driver does not give the state of process {pid}: {reply.summary}",
@@ -85,8 +101,18 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
         return call_all({pid: self._helpers[pid] for pid in pids}, verb, deadline, moves)
 
     def may_repeat(self, verb: str) -> bool:
-        """Return whether the roll-back makes another call than the one that failed: it moves nothing."""
-        return verb == "restore" and bool(self._moves)
+        """Return whether the roll-back makes another call than the one that failed: it moves nothing.
+
+        Not where a process was moved already: half an engine on other devices than the rest is none.
+        """
+        moved = any(call["verb"] == verb and call["code"] == 0 for call in self._calls)
+        return verb == "restore" and bool(self._moves) and not moved
+
+    def cause(self, verb: str, code: str) -> str:
+        """Return the likely cause; a restore onto other devices has one of its own."""
+        if verb == "restore" and self._moves and code.isdecimal():
+            return "the map of devices does not name every device that the processes see, one to one"
+        return super().cause(verb, code)
 
     def read_states(self, pids: Sequence[int], deadline: Deadline) -> dict[int, str | None]:
         """Read every state, with a new helper where the old one hung or died."""
@@ -103,9 +129,11 @@ class CudaDriverCheckpointer(RoundsCheckpointer):
         replies = call_all(helpers, "state", deadline.sooner(STATE_SECONDS))
         return {pid: reply.state if reply.code == 0 else None for pid, reply in replies.items()}
 
-    def details(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[str, Any]:  # noqa: ARG002
+    def details(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[str, Any]:
         """Return the thread of each process in which the driver restores: a dump has to let it run."""
         told = self.make_calls("thread", pids, deadline.sooner(STATE_SECONDS))
+        if hung := sorted(pid for pid, reply in told.items() if reply.hung):
+            raise self._failed(verb, f"process {hung}: the driver does not give the restore thread", HANG)
         return {"restore_threads": {pid: reply.thread for pid, reply in told.items()}}
 
     def drop(self) -> None:

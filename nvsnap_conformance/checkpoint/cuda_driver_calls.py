@@ -114,7 +114,10 @@ class Helper:
         return call_all({self.pid: self}, verb, Deadline.after(seconds))[self.pid]
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next message if it is there; ``{"event": "gone"}`` once the helper has ended."""
+        """Return the next message if it is there; ``{"event": "gone"}`` once the helper has ended.
+
+        ``{"event": "garbled"}`` is a line that is no message.
+        """
         while b"\n" not in self._buffer:
             try:
                 block = os.read(self._stdout.fileno(), 65536)
@@ -124,7 +127,11 @@ class Helper:
                 return {"event": "gone"}
             self._buffer += block
         line, _, self._buffer = self._buffer.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
+        try:
+            message: dict[str, Any] = json.loads(line)
+        except ValueError:
+            # A library that is loaded into it (CUDA_INJECTION64_PATH) may print: then no answer can be told.
+            return {"event": "garbled", "error": f"it prints what is no answer: {line[:80]!r}"}
         return message
 
     def last_words(self) -> str:

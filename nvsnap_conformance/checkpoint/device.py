@@ -35,6 +35,9 @@ PASSING = frozenset({"CHECKPOINTING", "RESTORING"})
 NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED: the process has not initialised CUDA, so there is nothing to take away."""
 
+LOST = "LOST"
+"""The code of a process that took part and is not there any more."""
+
 ROLL_BACK_SECONDS = 30.0
 KILL_SECONDS = 20.0
 
@@ -166,7 +169,7 @@ class RoundsCheckpointer(ABC):
                     "restore",
                     f"{expected} processes were checkpointed, {len(self._taking_part)} came back: "
                     f"states {states}, and without a context {sorted(without)}",
-                    "LOST",
+                    LOST,
                 )
         return self._round("restore", began, deadline, {})
 
@@ -258,7 +261,8 @@ class RoundsCheckpointer(ABC):
 
     def _failed(self, verb: str, what: str, code: str) -> DeviceFailure:
         """Bring every process back, or end all of them; return the error that says which."""
-        fate = self.roll_back()
+        # Where a process is lost already, those that are left are no engine any more.
+        fate = self.kill() if code == LOST else self.roll_back()
         calls = list(self._calls)
         self.close()
         return DeviceFailure(
@@ -266,12 +270,20 @@ class RoundsCheckpointer(ABC):
             signature=f"{self.kind}:{code}@{verb}",
             fate=fate,
             calls=calls,
-            cause="something that the driver cannot checkpoint was live: a communicator with peer mappings, "
-            "CUDA IPC, VMM handles shared between processes"
-            if verb in ("checkpoint", "restore")
-            else "the process is in another state, busy, or gone",
+            cause=self.cause(verb, code),
             next_step="see which cross-rank resources the observer saw before the checkpoint",
         )
+
+    def cause(self, verb: str, code: str) -> str:
+        """Return the likely cause of a failure, for people."""
+        if code == LOST:
+            return "the host layer did not bring every process back, or one died while it was away"
+        if verb in ("checkpoint", "restore"):
+            return (
+                "something that the driver cannot checkpoint was live: a communicator with peer mappings, "
+                "CUDA IPC, VMM handles shared between processes"
+            )
+        return "the process is in another state, busy, or gone"
 
     def roll_back(self) -> Fate:
         """Unlock every process, after a restore where it needs one; kill all where one cannot come back.

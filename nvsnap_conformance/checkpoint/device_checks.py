@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nvsnap_conformance.checkpoint.device import AFTER
 from nvsnap_conformance.checkpoint.device_failure import HANG, Fate
 from nvsnap_conformance.checkpoint.device_held import BYTES
 from nvsnap_conformance.checkpoint.device_ranks import NEW, OLD
@@ -42,20 +45,20 @@ def check_memory(seen: DeviceObservation) -> list[Finding]:
     Findings: ``DEVICE:MEMORY_KEPT`` (still there after checkpoint), ``DEVICE:MEMORY_LOST`` (a process does
     not find its bytes again).
     """
-    found: list[Finding] = []
-    freed = seen.memory["before"] - seen.memory.get("between", seen.memory["before"])
-    expected = len(seen.pids) * BYTES if seen.real else seen.memory["before"]
-    if freed < expected:
-        found.append(
-            finding(
-                f"the checkpoint took {freed} bytes off the device, the processes hold {expected}",
-                "DEVICE:MEMORY_KEPT",
-            )
-        )
-    wrong = {pid: seen.answers.get(pid, "no answer") for pid in seen.pids if seen.answers.get(pid) != "right"}
+    found = _check_left(seen)
+    wrong = _wrong(seen)
     if wrong:
         found.append(finding(f"processes do not find their memory again: {wrong}", "DEVICE:MEMORY_LOST"))
     return found
+
+
+def _check_left(seen: DeviceObservation) -> list[Finding]:
+    freed = seen.memory["before"] - seen.memory.get("between", seen.memory["before"])
+    expected = len(seen.pids) * BYTES if seen.real else seen.memory["before"]
+    if freed >= expected:
+        return []
+    text = f"the checkpoint took {freed} bytes off the device, the processes hold {expected}"
+    return [finding(text, "DEVICE:MEMORY_KEPT")]
 
 
 def check_false_success(seen: DeviceObservation, verb: str, what: str) -> list[Finding]:
@@ -164,37 +167,70 @@ def came_to(seen: DeviceObservation) -> str:
     if seen.error is not None:
         told = seen.failure.signature if seen.failure else seen.error.what
         return f"{'refused' if _refused(seen) else 'failed'} at {seen.at}: {told}"
-    wrong = sorted({answer for answer in seen.answers.values() if answer != "right"})
+    wrong = sorted(set(_wrong(seen).values()))
     wrong += [f"{what} memory not shared again: {why}" for what, why in seen.shared_again.items() if why]
     return ", ".join(wrong) or "carried"
 
 
-def check_carried(seen: DeviceObservation) -> list[Finding]:
-    """Check that all that the processes hold works again, or was refused while every process runs on.
+def check_carried(seen: DeviceObservation, what: str) -> list[Finding]:
+    """Check that ``what`` the processes hold works again, or was refused while every process runs on.
 
-    Findings: the failure's own where it came too late to be a refusal, ``DEVICE:STATE_LOST``,
-    ``DEVICE:FAILED``, and those of :func:`check_known_end` where it was refused.
+    Findings: the failure's own where it came too late to be a refusal, its place the verb and ``what`` was
+    held (``CUDA:1@restore.ipc``); ``DEVICE:STATE_LOST``, ``DEVICE:MEMORY_KEPT`` (nothing was checkpointed),
+    ``DEVICE:FALSE_SUCCESS`` (the driver's own error was passed over) and those of :func:`check_known_end`.
     """
     if seen.error is not None:
-        return check_known_end(seen) if _refused(seen) else check_completed(seen)
-    wrong = {pid: answer for pid, answer in seen.answers.items() if answer != "right"}
+        late = [] if _refused(seen) else check_completed(seen)
+        if seen.failure is not None:
+            late = [replace(one, signature=replace(one.signature, place=f"{seen.at}.{what}")) for one in late]
+        return late + check_believed(seen) + check_known_end(seen)
+    found = check_believed(seen) + _check_left(seen)
+    wrong = _wrong(seen)
     if wrong:
-        return [finding(f"after the restore processes find: {wrong}", "DEVICE:STATE_LOST")]
-    return []
+        found.append(finding(f"after the restore processes find: {wrong}", "DEVICE:STATE_LOST"))
+    return found
 
 
-def check_shared_again(seen: DeviceObservation) -> list[Finding]:
+def check_believed(seen: DeviceObservation) -> list[Finding]:
+    """Check that no error of the driver was passed over. Findings: ``DEVICE:FALSE_SUCCESS``."""
+    locked = seen.results.get("lock")
+    left_alone = locked.details.get("without_context", {}) if locked else {}
+    passed = sorted(
+        f"{call['verb']} answered {call['result']} on process {call['pid']}"
+        for call in seen.calls
+        if call["code"] and call["verb"] in AFTER and call["verb"] != seen.at and not call.get("roll_back")
+        if call["pid"] not in left_alone
+    )
+    return [finding(f"passed over: {'; '.join(passed)}", "DEVICE:FALSE_SUCCESS")] if passed else []
+
+
+def _wrong(seen: DeviceObservation) -> dict[int, str]:
+    """Return by pid what is not right with a process that held memory, one that is gone included."""
+    told = {pid: seen.answers.get(pid, "no answer: it is gone") for pid in seen.pids}
+    return {pid: answer for pid, answer in told.items() if answer != "right"}
+
+
+def check_shared_again(seen: DeviceObservation, what: str) -> list[Finding]:
     """Check that after a cycle memory can be shared again: what there was before, and new memory.
 
-    Findings: ``DEVICE:NOT_SHARED_AGAIN`` (old) and ``DEVICE:NOT_SHARED_ANEW`` (new), also where nobody tried.
+    Findings: ``DEVICE:NOT_SHARED_AGAIN`` (old) and ``DEVICE:NOT_SHARED_ANEW`` (new), also where nobody tried;
+    the place is ``what`` was shared and the driver's error where it is one (``ipc.CUDA_ERROR_UNKNOWN``).
     """
     codes = {OLD: "DEVICE:NOT_SHARED_AGAIN", NEW: "DEVICE:NOT_SHARED_ANEW"}
-    told = {what: seen.shared_again.get(what, "nobody tried") for what in codes}
+    told = {age: seen.shared_again.get(age, "nobody tried") for age in codes}
     return [
-        finding(f"{what} memory cannot be shared after the restore: {why}", codes[what])
-        for what, why in told.items()
+        finding(
+            f"{age} memory cannot be shared after the restore: {why}", f"{codes[age]}@{what}{_error(why)}"
+        )
+        for age, why in told.items()
         if why
     ]
+
+
+def _error(answer: str) -> str:
+    """Return the driver's error that an answer of a process is about, with a dot before it; or nothing."""
+    named = re.fullmatch(r"rank \d+ cannot \w+ memory: failed: CUDA answers (CUDA_ERROR_\w+)", answer)
+    return f".{named[1]}" if named else ""
 
 
 def _refused(seen: DeviceObservation) -> bool:
@@ -205,6 +241,16 @@ def _refused(seen: DeviceObservation) -> bool:
         and failure.outcome is not Outcome.HANG
         and failure.fate is Fate.RUNNING
     )
+
+
+def check_unmoved(before: list[str], after: list[str]) -> list[Finding]:
+    """Check that after a move that was refused every process is where it was.
+
+    Findings: ``DEVICE:HALF_MOVED``.
+    """
+    if before == after:
+        return []
+    return [finding(f"the processes were on {before}, and are on {after}", "DEVICE:HALF_MOVED")]
 
 
 def check_devices(before: list[str], after: list[str], moves: Mapping[str, str]) -> list[Finding]:

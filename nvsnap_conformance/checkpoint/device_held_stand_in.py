@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 _BYTES = 4096
 
+UNSHARED = "unshared"
+"""While ``PID.unshared`` is there, the process can share no memory."""
+
 
 class StandIn:
     """Memory and something else beside it; a peer's memory while it is mapped."""
@@ -48,6 +51,8 @@ class StandIn:
     def share(self) -> None:
         """Send the peer what names this process's memory."""
         assert self._channel is not None  # the kinds that share are started with one
+        if self._file(UNSHARED).exists():
+            raise OSError("the stand-in shares no memory of this process any more")
         self._channel.send(os.getpid().to_bytes(4, "little") + self._content["memory"])
 
     def renew(self) -> None:
@@ -69,4 +74,4 @@ class StandIn:
     def where(self) -> str:
         """Return the UUID and the bus id of the device that the process is on."""
         uuids: list[str] = json.loads(self._file("devices").read_text())
-        return f"{uuids[0]} stand-in:{uuids[0]}"
+        return f"{uuids[0]} {self._file('bus').read_text()}"

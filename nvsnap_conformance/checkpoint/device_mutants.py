@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.device import AFTER, RUNNING, Reply
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
+from nvsnap_conformance.checkpoint.device_held_stand_in import UNSHARED
+from nvsnap_conformance.checkpoint.device_ranks import STAND_IN_DEVICES
 from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.checkpoint.stand_in_driver import FOLDER
 from nvsnap_conformance.deadline import Deadline, wait_for
@@ -83,6 +85,49 @@ class OverridesARefusal(CudaDriverCheckpointer):
     def problem(self, verb: str, reply: Reply) -> tuple[str, str] | None:
         """See nothing wrong with a checkpoint."""
         return None if verb == "checkpoint" else super().problem(verb, reply)
+
+
+class MovesHalf(CudaDriverCheckpointer):
+    """Moves whom it can, and lets the rest run on where it was, as if the whole move had been undone."""
+
+    def may_repeat(self, verb: str) -> bool:
+        """Restore those that could not be moved, whoever was."""
+        return verb == "restore"
+
+    def make_calls(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
+        """Move the first process by a map that holds for it, whatever map was asked for."""
+        if verb != "restore" or not self._moves or self._undoing or len(pids) < 2:
+            return super().make_calls(verb, pids, deadline)
+        asked, known = self._moves, list(STAND_IN_DEVICES)
+        self._moves = dict(zip(known, reversed(known), strict=True))
+        first = super().make_calls(verb, pids[:1], deadline)
+        self._moves = asked
+        return first | super().make_calls(verb, pids[1:], deadline)
+
+
+class KeepsTheBusId(CudaDriverCheckpointer):
+    """Moves a process to another device, and lets it see the old one's bus id."""
+
+    def make_calls(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
+        """Put the old one back after the restore; only the stand-in's can be set from outside."""
+        folder = os.environ.get(FOLDER)
+        files = [Path(folder) / f"{pid}.bus" for pid in pids] if folder and verb == "restore" else []
+        before = [file.read_text() for file in files]
+        replies = super().make_calls(verb, pids, deadline)
+        for file, text in zip(files, before, strict=True):
+            file.write_text(text)
+        return replies
+
+
+class SpoilsSharing(CudaDriverCheckpointer):
+    """Brings everything back, in processes that can share no memory any more."""
+
+    def make_calls(self, verb: str, pids: Sequence[int], deadline: Deadline) -> dict[int, Reply]:
+        """See to it at ``unlock``; only the stand-in's can be kept from it from outside."""
+        folder = os.environ.get(FOLDER)
+        for pid in pids if folder and verb == "unlock" else ():
+            (Path(folder or "") / f"{pid}.{UNSHARED}").touch()
+        return super().make_calls(verb, pids, deadline)
 
 
 class ForgetsWhereTo(CudaDriverCheckpointer):

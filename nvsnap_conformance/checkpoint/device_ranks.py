@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -22,20 +21,21 @@ import psutil
 
 from nvsnap_conformance.checkpoint import device_rank, stand_in_driver
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
+from nvsnap_conformance.checkpoint.device_process import START_SECONDS, DeviceProcess
 from nvsnap_conformance.deadline import Deadline
-from nvsnap_conformance.errors import DeadlineExceeded, EnvironmentFailure, NvsnapError
-from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, count_visible, leased
+from nvsnap_conformance.errors import EnvironmentFailure, NvsnapError
+from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, leased
 from nvsnap_conformance.held_folder import DEVICE, new_folder
 from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
-from nvsnap_conformance.processes import ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from nvsnap_conformance.checkpoint.protocol import CheckpointResult, DeviceCheckpointer
+    from nvsnap_conformance.processes import ProcessId
 
-GPU, STAND_IN = "gpu", "stand-in"
+GPU, GPUS, STAND_IN = "gpu", "gpus", "stand-in"
 MEMORY, EVERYTHING = "memory", "everything"
 OLD, NEW = "old", "new"
 VERBS = ("lock", "checkpoint", "restore", "unlock")
@@ -43,8 +43,6 @@ VERBS = ("lock", "checkpoint", "restore", "unlock")
 STAND_IN_DEVICES = ("00" * 15 + "01", "00" * 15 + "02")
 """UUIDs of the stand-in's devices, as 32 hexadecimal digits."""
 
-START_SECONDS = 60.0
-ANSWER_SECONDS = 10.0
 VERB_SECONDS = 60.0
 
 FAULT_SECONDS = 4.0
@@ -92,7 +90,8 @@ class DeviceObservation:
 class DeviceRanks:
     """``count`` processes that hold GPU memory, and one without a context. Use as a context.
 
-    ``kind`` is ``gpu`` or ``stand-in``; for the latter ``faults`` maps (rank, verb) to a fault of
+    ``kind`` is ``gpu`` (all on one), ``gpus`` (each on one of its own) or ``stand-in``; for the latter
+    ``faults`` maps (rank, verb) to a fault of
     :mod:`nvsnap_conformance.checkpoint.stand_in_driver`. On a GPU each rank holds what ``holding`` says, a
     kind of :mod:`nvsnap_conformance.checkpoint.device_held` for all or one for each; on the stand-in all
     kinds are alike. The first two have a socket between them, for handles.
@@ -111,8 +110,8 @@ class DeviceRanks:
         self._faults = dict(faults or {})
         self._holding = [holding] * count if isinstance(holding, str) else list(holding)
         self._undo = ExitStack()
-        self._processes: list[subprocess.Popen[str]] = []
-        self._others: list[subprocess.Popen[str]] = []
+        self._processes: list[DeviceProcess] = []
+        self._others: list[DeviceProcess] = []
         self._environment: dict[str, str] = {}
         self._identities: list[ProcessId] = []
         self._folder = Path()
@@ -121,8 +120,13 @@ class DeviceRanks:
 
     @property
     def driver(self) -> Path | None:
-        """The stand-in driver's file, ``None`` on a GPU."""
-        return None if self.kind == GPU else Path(stand_in_driver.__file__)
+        """The stand-in driver's file, ``None`` on GPUs."""
+        return Path(stand_in_driver.__file__) if self.kind == STAND_IN else None
+
+    @property
+    def real(self) -> bool:
+        """Whether the processes hold memory of GPUs."""
+        return self.kind != STAND_IN
 
     def __enter__(self) -> Self:
         """Start the processes; raise :class:`EnvironmentFailure` where one does not come up."""
@@ -145,11 +149,9 @@ class DeviceRanks:
         # The ranks inherit it: the folder is theirs too, for as long as one lives.
         self._lock = lock.fileno()
         environment = os.environ | {RUN_ID: run_id()}
-        if self.kind == GPU:
-            self._lease = self._undo.enter_context(
-                # Two processes share one where there is no more.
-                leased(min(self._count, max(1, count_visible())), Deadline.after(START_SECONDS))
-            )
+        if self.real:
+            count = self._count if self.kind == GPUS else 1
+            self._lease = self._undo.enter_context(leased(count, Deadline.after(START_SECONDS)))
             environment |= {VISIBLE: self._lease.setting, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         else:
             environment[stand_in_driver.FOLDER] = str(self._folder)
@@ -163,7 +165,7 @@ class DeviceRanks:
         for rank in range(self._count):
             self._processes.append(self._launch(rank, self._holding[rank], ends[rank] if rank < 2 else None))
         self._processes.append(self._launch(self._count, None, None))
-        self._identities = [_ready(process) for process in self._processes]
+        self._identities = [process.ready() for process in self._processes]
         faults = {f"{self.pids[rank]}:{verb}": fault for (rank, verb), fault in self._faults.items()}
         (self._folder / "faults.json").write_text(json.dumps(faults))
         (self._folder / "devices.json").write_text(json.dumps(STAND_IN_DEVICES))
@@ -171,27 +173,26 @@ class DeviceRanks:
             # Each sees all of them, its own first.
             seen = STAND_IN_DEVICES[rank % 2 :] + STAND_IN_DEVICES[: rank % 2]
             (self._folder / f"{pid}.devices").write_text(json.dumps(seen))
+            (self._folder / f"{pid}.bus").write_text(stand_in_driver.bus_id(seen[0]))
 
-    def _launch(self, rank: int, holding: str | None, end: socket.socket | None) -> subprocess.Popen[str]:
+    def _launch(self, rank: int, holding: str | None, end: socket.socket | None) -> DeviceProcess:
         """Start a process that holds something, or nothing of a device at all (``None``)."""
-        where = "none" if holding is None else self.kind
+        where = "none" if holding is None else "gpu" if self.real else "stand-in"
         number = rank % len(self._lease.gpus) if self._lease else 0
         descriptor = -1 if end is None else end.fileno()
         words = [where, str(number), json.dumps(sys.path), holding or MEMORY, str(descriptor)]
-        return subprocess.Popen(
+        return DeviceProcess(
             [sys.executable, "-I", "-S", device_rank.__file__, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env=self._environment,
             pass_fds=(self._lock,) if end is None else (self._lock, descriptor),
         )
 
     def _end(self) -> None:
         for process in [*self._processes, *self._others]:
-            process.kill()
-            process.communicate()
+            process.end()
 
     @property
     def pids(self) -> list[int]:
@@ -234,11 +235,11 @@ class DeviceRanks:
 
     def devices(self) -> list[str]:
         """Return the device of each rank as the rank sees it: UUID (32 hexadecimal digits) and bus id."""
-        return [self._ask(process, "where") for process in self._processes[: self._count]]
+        return [process.ask("where") for process in self._processes[: self._count]]
 
     def answers(self) -> dict[int, str]:
         """Ask every rank whether what it holds works as it did: ``right``, or what is wrong."""
-        return {process.pid: self._ask(process) for process in self._processes[: self._count]}
+        return {process.pid: process.ask("look") for process in self._processes[: self._count]}
 
     def fill(self) -> None:
         """Take all memory that is left on the GPUs, by other processes, until the ranks are ended."""
@@ -246,10 +247,10 @@ class DeviceRanks:
         for number in range(len(self._lease.gpus)):
             self._others.append(self._launch(number, EVERYTHING, None))
         for process in self._others:
-            _ready(process)
+            process.ready()
 
     def _told(self, rank: int, command: str) -> None:
-        answer = self._ask(self._processes[rank], command)
+        answer = self._processes[rank].ask(command)
         if answer != "done":
             raise EnvironmentFailure(
                 f"rank {rank} cannot {command} memory: {answer}",
@@ -268,7 +269,7 @@ class DeviceRanks:
 
         ``while_away`` is called after the checkpoint; ``verb_seconds`` bounds a verb, in seconds.
         """
-        seen = DeviceObservation(self.pids, self.context_free, real=self.kind == GPU)
+        seen = DeviceObservation(self.pids, self.context_free, real=self.real)
         hanging = {verb for (_, verb), fault in self._faults.items() if fault == "HANG"}
         seen.memory["before"] = self.memory()
         for verb in VERBS:
@@ -291,8 +292,10 @@ class DeviceRanks:
         )
         for process, identity in zip(self._processes, self._identities, strict=True):
             seen.alive[process.pid] = identity.alive
-        if self.kind == GPU:
+        if self.real:
             seen.order = seen.calls
+            if seen.failure is not None:
+                seen.states = _driver_states([pid for pid in self.pids if seen.alive[pid]])
         else:
             log = self._folder / "calls.jsonl"
             lines = log.read_text().splitlines() if log.exists() else []
@@ -304,17 +307,6 @@ class DeviceRanks:
         if seen.failure is None or all(seen.alive.values()):
             seen.answers = {pid: told for pid, told in self.answers().items() if seen.alive[pid]}
 
-    def _ask(self, process: subprocess.Popen[str], command: str = "look") -> str:
-        assert process.stdin is not None  # asked for at the start
-        try:
-            process.stdin.write(f"{command}\n")
-            process.stdin.flush()
-            return _line(process, Deadline.after(ANSWER_SECONDS)) or f"died: {_last_words(process)}"
-        except BrokenPipeError:
-            return "died"
-        except DeadlineExceeded:
-            return "silent"
-
 
 def _put_back(name: str, value: str | None) -> None:
     if value is None:
@@ -323,26 +315,15 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _ready(process: subprocess.Popen[str]) -> ProcessId:
-    """Wait until a process holds what it is to hold; raise :class:`EnvironmentFailure` where it does not."""
-    if _line(process, Deadline.after(START_SECONDS)) != "ready":
-        process.kill()
-        raise EnvironmentFailure(
-            "a process with GPU memory did not come up",
-            cause=_last_words(process),
-            next_step="see `nvidia-smi`, and whether cuda-bindings is installed beside the suite",
-        )
-    identity = ProcessId.of(process.pid)
-    assert identity is not None  # a child of ours that has not been waited for
-    return identity
+def _driver_states(pids: list[int]) -> dict[int, str]:
+    """Return the states that the driver gives of processes, by helpers of their own."""
+    from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer  # noqa: PLC0415 - on GPUs only
 
-
-def _last_words(process: subprocess.Popen[str]) -> str:
-    """Return the end of what a process that has ended, or is about to, wrote to stderr."""
+    asked = CudaDriverCheckpointer()
     try:
-        return process.communicate(timeout=ANSWER_SECONDS)[1].strip()[-500:]
-    except subprocess.TimeoutExpired:
-        return "it still runs"
+        return asked.survey(pids, Deadline.after(START_SECONDS))[0]
+    finally:
+        asked.drop()
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -350,12 +331,3 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _line(process: subprocess.Popen[str], deadline: Deadline) -> str:
-    """Return the next line of a process, empty at its end; raise :class:`DeadlineExceeded`."""
-    assert process.stdout is not None  # asked for at the start
-    readable, _, _ = select.select([process.stdout], [], [], deadline.remaining())
-    if not readable:
-        raise DeadlineExceeded(f"process {process.pid} says nothing within {deadline.budget:.0f} s")
-    return process.stdout.readline().strip()

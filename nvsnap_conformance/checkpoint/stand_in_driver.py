@@ -4,9 +4,9 @@ Loaded by a helper process in place of ``cuda.bindings.driver``; standard librar
 environment variable ``NVSNAP_STAND_IN_DRIVER`` names holds one file for each process that has "initialised
 CUDA" (``PID.state``, its content a state's name), what it has on the device (``PID.memory``, ``PID.extra``;
 while checkpointed ``PID.memory.saved`` and ``PID.extra.saved``), ``PID.mapped`` while it has memory of a peer
-mapped (its checkpoint is refused then), the UUIDs of its devices (``PID.devices``) and of all devices
-(``devices.json``), the faults (``faults.json``: ``{"PID:verb": fault}``) and the log of all calls as the
-driver saw them (``calls.jsonl``), which is what order is judged by.
+mapped (its checkpoint is refused then), the UUIDs of its devices (``PID.devices``), the bus id of the first
+(``PID.bus``), the UUIDs of all devices (``devices.json``), the faults (``faults.json``: ``{"PID:verb":
+fault}``) and the log of all calls as the driver saw them (``calls.jsonl``), which is what order is judged by.
 
 Faults are the name of an error (state unchanged); ``HANG``; ``LOST`` (CUDA_ERROR_NOT_SUPPORTED, and no way
 back, as measured on driver 580.159.04 for a live communicator at restore); ``IDLE`` (success, and nothing
@@ -214,7 +214,13 @@ def _move(pid: int, pairs: list[CUcheckpointGpuPair]) -> bool:
     if len(pairs) != len(old) or set(moves) != set(old) or len({*new}) != len(new) or not {*new} <= {*there}:
         return False
     file.write_text(json.dumps([moves[uuid] for uuid in old]))
+    (_folder() / f"{pid}.bus").write_text(bus_id(moves[old[0]]))
     return True
+
+
+def bus_id(uuid: str) -> str:
+    """Return the PCI bus id of a stand-in's device."""
+    return f"0000:{uuid[-2:]}:00.0"
 
 
 def _folder() -> Path:

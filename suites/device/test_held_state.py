@@ -36,11 +36,13 @@ def test_what_a_process_holds_works_again(
     with DeviceRanks(device_kind, holding=holding) as ranks:
         seen = ranks.cycle(make_device(ranks))
     keep_device(seen)
-    require(device_checks.check_carried(seen))
+    require(device_checks.check_carried(seen, holding))
 
 
 @pytest.mark.clause("DEVICE-SHARED-KNOWN")
-@pytest.mark.parametrize(("device_kind", "holding"), each_on_gpu(SHARED), indirect=["device_kind"])
+@pytest.mark.parametrize(
+    ("device_kind", "holding"), each_on_gpu(SHARED, apart=True), indirect=["device_kind"]
+)
 def test_what_is_mapped_from_a_peer_is_carried_or_refused(
     device_kind: str,
     holding: str,
@@ -52,11 +54,13 @@ def test_what_is_mapped_from_a_peer_is_carried_or_refused(
         ranks.share()
         seen = ranks.cycle(make_device(ranks))
     keep_device(seen)
-    require(device_checks.check_carried(seen))
+    require(device_checks.check_carried(seen, holding))
 
 
 @pytest.mark.clause("DEVICE-CLOSED-CARRIED")
-@pytest.mark.parametrize(("device_kind", "holding"), each_on_gpu(SHARED), indirect=["device_kind"])
+@pytest.mark.parametrize(
+    ("device_kind", "holding"), each_on_gpu(SHARED, apart=True), indirect=["device_kind"]
+)
 def test_what_a_peer_has_closed_goes_and_can_be_mapped_again(
     device_kind: str,
     holding: str,
@@ -71,5 +75,5 @@ def test_what_a_peer_has_closed_goes_and_can_be_mapped_again(
         if seen.error is None:
             ranks.share_again(seen)
     keep_device(seen)
-    require(device_checks.check_completed(seen) + device_checks.check_carried(seen))
-    require(device_checks.check_shared_again(seen))
+    require(device_checks.check_completed(seen) + device_checks.check_carried(seen, holding))
+    require(device_checks.check_shared_again(seen, holding))

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 
 from nvsnap_conformance.checkpoint import device_checks
-from nvsnap_conformance.checkpoint.device_ranks import DeviceRanks
+from nvsnap_conformance.checkpoint.device_ranks import MEMORY, DeviceRanks
 from nvsnap_conformance.outcomes import require
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def test_processes_find_themselves_where_they_were_moved(
         seen = ranks.cycle(make_device(ranks, moves=moves))
         after = ranks.devices() if seen.error is None else []
     keep_device(seen)
-    require(device_checks.check_completed(seen) + device_checks.check_carried(seen))
+    require(device_checks.check_completed(seen) + device_checks.check_carried(seen, MEMORY))
     require(device_checks.check_devices(before, after, moves))
 
 
@@ -46,7 +46,8 @@ def test_a_map_that_cannot_be_is_refused(
     found = []
     for what in ("not there", "left out", "two onto one"):
         with DeviceRanks(device_kind) as ranks:
-            uuids = _uuids(ranks.devices())
+            before = ranks.devices()
+            uuids = _uuids(before)
             if len(uuids) < 2 and what != "not there":
                 continue  # with one device no other map is wrong
             moves = {
@@ -55,7 +56,9 @@ def test_a_map_that_cannot_be_is_refused(
                 "two onto one": dict.fromkeys(uuids, uuids[0]),
             }[what]
             seen = ranks.cycle(make_device(ranks, moves=moves))
+            after = ranks.devices() if all(seen.alive.values()) else before
         keep_device(seen)
+        found += device_checks.check_unmoved(before, after)
         found += device_checks.check_refused(seen, "restore", f"a map of devices with one {what}")
     require(found)
 
