@@ -321,6 +321,29 @@ def orchestrate(ranks: DeviceRanks, tmp_path: Path, host: Any = None) -> Lifecyc
     return driver
 
 
+@pytest.mark.parametrize(
+    ("after", "failure"), [(900, "DEVICE:MEMORY_KEPT@checkpoint"), (0, None), (None, None)]
+)
+def test_a_checkpoint_that_leaves_the_engine_s_memory_has_failed(
+    tmp_path: Path, after: int | None, failure: str | None
+) -> None:
+    told = iter([1000, after])
+    with DeviceRanks("stand-in") as ranks:
+        device = CudaDriverCheckpointer(driver=STAND_IN)
+        driver = LifecycleDriver(
+            Engine(ranks),  # type: ignore[arg-type]
+            HooksSpec(),
+            None,
+            tmp_path,
+            device=device,
+            device_memory=lambda: None if (mib := next(told)) is None else mib << 20,
+        )
+        record = driver.run(Variant.FULL, deadline(60.0))
+        assert set(ranks.answers().values()) == {"right"}  # rolled back, or restored
+    told_as = record.failure and str(record.failure.signature)
+    assert told_as == failure
+
+
 def test_the_lifecycle_records_each_rank_s_calls_in_order(tmp_path: Path) -> None:
     with DeviceRanks("stand-in") as ranks:
         record = orchestrate(ranks, tmp_path).record

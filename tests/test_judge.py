@@ -96,7 +96,7 @@ def test_an_expectation_of_a_driver_holds_for_that_driver_only(
     machine = Capabilities({"driver": Capability("driver", present=True, value=there)})
     monkeypatch.setattr("nvsnap_conformance.capabilities.probe", lambda: machine)
     shipped = [Shipped(target, "0.32.0", 0)]
-    seen = apply_expectation(failure("CUDA:1@restore"), ["DEVICE-SHARED-KNOWN"], Arm(None, 0), shipped)
+    seen = apply_expectation(failure("CUDA:1@restore.ipc"), ["DEVICE-SHARED-KNOWN"], Arm(None, 0), shipped)
     assert seen.outcome is outcome
 
 

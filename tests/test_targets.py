@@ -61,7 +61,6 @@ def test_default_target_says_what_the_design_says() -> None:
         "ENGINE-LEAVES-NOTHING",
         "COLL-BACKEND-AGREE",
         "COLL-SWITCHED-OFF-MEANS-NONE",
-        "DEVICE-SHARED-KNOWN",
     }
 
 
@@ -207,11 +206,23 @@ def test_refuses_programs_that_do_not_fit_the_layers(tmp_path: Path, section: st
     assert words in refusal(tmp_path, BASE + f"[checkpoint]\n{section}\n")
 
 
+def test_an_engine_on_a_cpu_has_no_device_layer(tmp_path: Path) -> None:
+    told = refusal(tmp_path, BASE + '[checkpoint]\ndevice = "cuda-driver"\n')
+    assert "an engine on a CPU has no GPU state" in told
+
+
+def test_what_the_driver_fails_is_expected_of_every_target(tmp_path: Path) -> None:
+    for text in (BASE, 'expect_from = ["cuda-driver"]\n' + BASE):
+        entries = load_target(write(tmp_path, text)).expectations().entries
+        assert [e.clause for e in entries if e.driver].count("DEVICE-CLOSED-CARRIED") == 1
+
+
 def test_takes_programs_for_each_verb(tmp_path: Path) -> None:
     verbs = "\n".join(
         f'{verb} = ["p", "{{pid}}"]' for verb in ("lock", "checkpoint", "restore", "unlock", "state")
     )
-    text = BASE + f'[checkpoint]\ndevice = "command"\n[checkpoint.command]\n{verbs}\n'
+    text = BASE.replace("[claims]", 'processor = "cuda"\n[claims]')
+    text += f'[checkpoint]\ndevice = "command"\n[checkpoint.command]\n{verbs}\n'
     command = load_target(write(tmp_path, text)).checkpoint.command
     assert command is not None
     assert set(command.verbs()) == {"lock", "checkpoint", "restore", "unlock", "state"}

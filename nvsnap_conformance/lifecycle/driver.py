@@ -47,6 +47,9 @@ DEVICE_SECONDS = 180.0
 restores 6 GB/s, so a GPU that is full takes a bit over a minute."""
 
 
+CONTEXT_BYTES = 128 << 20
+"""What a CUDA context takes at least on a device, in bytes; on an H200 with driver 580 it is some 500 MiB."""
+
 SLEEP_SECONDS = 180.0
 """Allowance of sleep and of wake, in seconds. Level 1 copies the weights to host memory and back, level 2
 reads the model again; 141 GB, all that an H200 holds, take this long at 0.8 GB/s."""
@@ -140,7 +143,12 @@ def reply_json(reply: RankReply) -> dict[str, Any]:
 
 
 class VerbFailed(Exception):  # noqa: N818 - an observation of the cycle
-    """A verb did not succeed on every rank: hooks answered an error or reported a failed state."""
+    """A verb did not succeed on every rank: hooks answered an error or reported a failed state.
+
+    ``signature`` is set where the failure has a name of its own.
+    """
+
+    signature: Signature | None = None
 
 
 class FrontReleased(VerbFailed):
@@ -159,6 +167,17 @@ class FreedNothing(VerbFailed):
         self.signature = Signature("SLEEP", "FREED_NOTHING")
 
 
+class MemoryKept(VerbFailed):
+    """A device checkpoint was reported, and the engine's memory is where it was."""
+
+    def __init__(self, before: int, after: int, wanted: int) -> None:
+        super().__init__(
+            f"{before >> 20} MiB were in use on the engine's GPUs before the checkpoint, {after >> 20} MiB "
+            f"are after it: at least {wanted >> 20} MiB less are expected"
+        )
+        self.signature = Signature("DEVICE", "MEMORY_KEPT", "checkpoint")
+
+
 class LifecycleDriver:
     """Runs the verbs in order. A vendor's orchestrator, or a mutant of this one, overrides :meth:`run`."""
 
@@ -172,10 +191,14 @@ class LifecycleDriver:
         device: DeviceCheckpointer | None = None,
         between: Callable[[str], None] | None = None,
         sleep_level: int | None = None,
+        device_memory: Callable[[], int | None] | None = None,
     ) -> None:
         """``between`` is called with ``prepared`` and ``rebuilt`` while the engine is held there.
 
         ``sleep_level`` (1 or 2) has a full cycle put the engine to sleep, ``None`` does not.
+
+        ``device_memory`` returns the bytes in use on the engine's GPUs, ``None`` where nobody can tell. Where
+        it is given, a checkpoint that leaves them in use has failed.
 
         The attribute ``while_away`` is called between checkpoint and restore, when nothing of it runs.
         """
@@ -187,6 +210,7 @@ class LifecycleDriver:
         self._inside: dict[int, int] = {}
         self.folder = folder
         self.sleep_level = sleep_level
+        self.device_memory = device_memory or (lambda: None)
         self.between = between or (lambda _moment: None)
         self.while_away: Callable[[], None] = lambda: None
         self.record = CycleRecord(Variant.CONTROL, engine.config.tensor_parallel)
@@ -230,7 +254,9 @@ class LifecycleDriver:
             return
         try:
             self.on_device(Verb.LOCK, deadline)
+            before = self.device_memory()
             self.on_device(Verb.CHECKPOINT, deadline)
+            self._require_taken(before)
             if self.host is not None:
                 self.dump(deadline)
             self.while_away()
@@ -264,6 +290,14 @@ class LifecycleDriver:
                 raise
             self.record.checkpoints[verb] = result
             self._device_events(verb, result.details["calls"])
+
+    def _require_taken(self, before: int | None) -> None:
+        """Fail the checkpoint where it left on the devices what a rank's context alone takes."""
+        after = self.device_memory()
+        wanted = CONTEXT_BYTES * self.record.ranks
+        if before is not None and after is not None and before - after < wanted:
+            with self._stop_on_failure(Verb.CHECKPOINT):
+                raise MemoryKept(before, after, wanted)
 
     def _device_pids(self, verb: Verb, deadline: Deadline) -> list[int]:
         """Return the pids of the engine's processes, and know those of the ranks.
@@ -415,9 +449,7 @@ class LifecycleDriver:
             yield
         except (VerbFailed, RequestFailed, NvsnapError) as error:
             told = error if isinstance(error, DeviceFailure) else None
-            named = (
-                error.signature if isinstance(error, DeviceFailure | FrontReleased | FreedNothing) else None
-            )
+            named = error.signature if isinstance(error, DeviceFailure | VerbFailed) else None
             self.record.failure = CycleFailure(
                 verb,
                 type(error).__name__,

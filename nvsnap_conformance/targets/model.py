@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -277,8 +278,9 @@ class Target(StrictModel):
         return self._file
 
     def expectations(self) -> Expectations:
-        """Return the target's expected failures."""
-        return Expectations(self.expect, source=self.file)
+        """Return the target's expected failures, and those of the driver, which are no target's fault."""
+        driver = [entry for entry in _driver_s_own() if entry not in self.expect]
+        return Expectations([*self.expect, *driver], source=self.file)
 
     def injected_by(self, way: str) -> Target:
         """Return this target with another way in; raise :class:`UsageError` for one that is none."""
@@ -328,6 +330,11 @@ def load_target(name_or_path: str | Path) -> Target:
     _check_paths(target)
     target.expectations().validate(load_registry())
     return target
+
+
+@functools.cache
+def _driver_s_own() -> tuple[Expectation, ...]:
+    return _shared_expectations("cuda-driver", _FOLDER)
 
 
 def _shared_expectations(name: str, base: Path) -> tuple[Expectation, ...]:
@@ -416,6 +423,13 @@ def _check_strategies(target: Target) -> None:
             f"the target file {target.file}: key 'checkpoint.sleep_level': there is no sleep mode on a CPU",
             cause="vLLM refuses --enable-sleep-mode there, and its workers ignore the calls",
             next_step="take sleep_level out, or set [engine] processor to 'cuda'",
+        )
+    if checkpoint.device != "none" and target.engine.processor == "cpu":
+        # Nothing could be seen to leave a device, so that programs which do nothing would be conformant.
+        raise TargetError(
+            f"the target file {target.file}: key 'checkpoint.device': an engine on a CPU has no GPU state",
+            cause=f"device is {checkpoint.device!r} and [engine] processor is 'cpu'",
+            next_step="set device to 'none' and take the host layer, or set processor to 'cuda'",
         )
     module = target.hooks.implementation.partition(":")[0]
     if target.hooks.source in _HOOKS and not (INJECT / f"{module.replace('.', '/')}.py").is_file():
