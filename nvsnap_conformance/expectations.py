@@ -13,12 +13,12 @@ from pydantic import Field, field_validator
 
 from nvsnap_conformance.clauses.registry import ClauseId, Registry
 from nvsnap_conformance.errors import ExpectationError
-from nvsnap_conformance.outcomes import Outcome, Signature
+from nvsnap_conformance.outcomes import Signature
 from nvsnap_conformance.suggest import did_you_mean
 from nvsnap_conformance.tomlfile import StrictModel, WorldSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
 _SEPARATE = "keep one, or give them engine, driver or tensor_parallel keys that exclude each other"
@@ -66,9 +66,11 @@ class Expectation(StrictModel):
     def _readable_driver(cls, value: str | None) -> str | None:
         if value is not None:
             try:
-                SpecifierSet(value)
+                bounds = SpecifierSet(value)
             except InvalidSpecifier as error:
                 raise ValueError(f"{value!r} is no version specifier such as '>=580': {error}") from None
+            if not bounds:  # it would hold for every driver, and where there is none
+                raise ValueError("it names no version: give one such as '>=580', or leave the key out")
         return value
 
     def applies(
@@ -190,23 +192,22 @@ class Expectations:
             )
         return found[0] if found else None
 
-    def stale(
+    def unmet(
         self,
-        outcomes: Mapping[str, Outcome],
+        clause: str,
+        met: Collection[str],
         *,
         engine: str,
         engine_version: str | None,
         tensor_parallel: int,
         driver_version: str | None = None,
     ) -> tuple[Expectation, ...]:
-        """Return the applicable entries whose clause ended ``PASSED`` in ``outcomes``.
+        """Return the entries for ``clause`` that apply here and are not among ``met``.
 
-        ``outcomes`` are those of the clauses at this world size; each such clause is ``XPASSED``.
+        ``met`` holds entries as text: of those that apply at one place no two have the same.
         """
         return tuple(
             entry
-            for clause, outcome in outcomes.items()
-            if outcome is Outcome.PASSED
             for entry in self.applicable(
                 clause,
                 engine=engine,
@@ -214,6 +215,7 @@ class Expectations:
                 tensor_parallel=tensor_parallel,
                 driver_version=driver_version,
             )
+            if str(entry) not in met
         )
 
 

@@ -142,12 +142,10 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:  # noqa: ARG001 - the hook's arguments by name
-    """Take over what an xdist worker's selection left out."""
+    """Take over how much of each clause an xdist worker was to run."""
     session = _existing(node.config)
     if session is not None:
-        session.left_out |= {
-            tuple(pair) for pair in getattr(node, "workeroutput", {}).get("nvs_left_out", ())
-        }
+        session.take_extent(getattr(node, "workeroutput", {}))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

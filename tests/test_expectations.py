@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from nvsnap_conformance.clauses.registry import load_registry
 from nvsnap_conformance.errors import ExpectationError
 from nvsnap_conformance.expectations import Expectation, Expectations
-from nvsnap_conformance.outcomes import Outcome
 
 TODAY = datetime.date(2027, 1, 1)
 
@@ -143,12 +142,23 @@ def test_what_matches_both_ranges_is_seen_as_overlap(one: list[str], other: list
         book.validate(load_registry())
 
 
-def test_an_entry_whose_clause_passed_is_stale() -> None:
-    book = expectations(entry(tensor_parallel=(2,)), entry(clause="LIFE-REPEATS"))
+def test_every_entry_that_applies_and_was_not_met_is_told() -> None:
+    book = expectations(
+        entry(tensor_parallel=(2,)),
+        entry(signature="ORDER:MISSING"),
+        entry(signature="ORDER:LOST", driver=">=580"),
+        entry(clause="LIFE-REPEATS"),
+    )
     here: dict[str, Any] = {"engine": "vllm", "engine_version": "0.32.0"}
-    passed = {"LIFE-ORDER": Outcome.PASSED, "LIFE-REPEATS": Outcome.XFAILED}
-    assert book.stale(passed, tensor_parallel=2, **here) == (book.entries[0],)
-    assert book.stale(passed, tensor_parallel=1, **here) == ()
+
+    def unmet(size: int, *met: str, **more: Any) -> list[str]:
+        return [e.signature for e in book.unmet("LIFE-ORDER", met, tensor_parallel=size, **here, **more)]
+
+    assert unmet(2) == ["ORDER:OVERTAKEN", "ORDER:MISSING"]
+    assert unmet(2, "LIFE-ORDER ORDER:OVERTAKEN") == ["ORDER:MISSING"]
+    assert unmet(2, "LIFE-REPEATS ORDER:OVERTAKEN", "LIFE-ORDER ORDER:MISSING") == ["ORDER:OVERTAKEN"]
+    assert unmet(1, "LIFE-ORDER ORDER:MISSING") == []
+    assert unmet(1, "LIFE-ORDER ORDER:MISSING", driver_version="580.1") == ["ORDER:LOST"]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +168,10 @@ def test_an_entry_whose_clause_passed_is_stale() -> None:
         {"engine": "vllm>>1"},
         {"engine": "vllm[extra]>1"},
         {"driver": "580"},
+        {"driver": ""},
+        {"driver": " "},
+        {"engine": ""},
+        {"engine": " "},
         {"url": "ticket 5"},
         {"owner": ""},
         {"expires": "soon"},

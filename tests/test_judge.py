@@ -24,6 +24,7 @@ from nvsnap_conformance.session.arms import Arm, engine_arms
 from nvsnap_conformance.session.judge import (
     Blocked,
     ClauseVerdict,
+    Extent,
     Shipped,
     apply_expectation,
     exit_code,
@@ -143,6 +144,25 @@ def test_the_targets_speak_for_cases_that_bring_their_own_processes(target: Targ
 def test_exit_codes(outcomes: list[Outcome], missing: list[str], other: bool, code: ExitCode) -> None:
     verdicts = [ClauseVerdict("A", f"arm{number}", outcome, "") for number, outcome in enumerate(outcomes)]
     assert exit_code(verdicts, missing, other_failures=other) is code
+
+
+@pytest.mark.parametrize(
+    ("planned", "left_out", "outcomes", "whole"),
+    [
+        (2, False, [Outcome.PASSED, Outcome.XFAILED], True),
+        (2, False, [Outcome.PASSED, Outcome.SKIPPED], False),
+        (3, False, [Outcome.PASSED, Outcome.PASSED], False),
+        (2, True, [Outcome.PASSED, Outcome.PASSED], False),
+        (None, False, [Outcome.PASSED, Outcome.PASSED], False),
+    ],
+)
+def test_all_cases_of_a_clause_are_those_that_were_planned_and_executed(
+    planned: int | None, left_out: bool, outcomes: list[Outcome], whole: bool
+) -> None:
+    key = ("LIFE-ORDER", "here")
+    extent = Extent({} if planned is None else {key: planned}, {key} if left_out else ())
+    cases = [cast("Any", SimpleNamespace(nodeid=str(n), outcome=one)) for n, one in enumerate(outcomes)]
+    assert extent.whole("LIFE-ORDER", cases, "here") is whole
 
 
 def test_degradations_are_part_of_the_verdict() -> None:

@@ -43,6 +43,9 @@ class CaseRecord(_Part):
     signature: str | None
     message: str
     expectation: str | None = Field(description="reason of the expectation that matched")
+    met: list[str] = Field(
+        default_factory=list, description="the expectation's entries that it met, as CLAUSE SIGNATURE"
+    )
     seconds: float
     bundle: str | None = Field(description="folder of the stack bundle, relative to the record")
 

@@ -51,6 +51,11 @@ def write_summary(
                 machine.add(key)
             for line in clause.note.splitlines()[:_NOTE_LINES]:
                 reporter.write_line(f"    {line}")
+    for clause in record.clauses:
+        if clause.outcome.conformant and clause.note and f"{clause.clause}@{clause.arm}" in record.missing:
+            # What kept an expectation from being judged is noted last.
+            why = clause.note.splitlines()[-1]
+            reporter.write_line(f"{clause.clause} on {clause.arm}: {why}", yellow=True)
     told: set[str] = set()
     for clause in record.clauses:
         if clause.outcome is Outcome.SKIPPED and clause.must_run and clause.note not in told:

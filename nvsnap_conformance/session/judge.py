@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from _pytest.outcomes import Skipped  # pytest.skip.Exception, under a name that can be subclassed
@@ -13,10 +13,12 @@ from nvsnap_conformance.errors import (
     ExpectationError,
     NvsnapError,
 )
-from nvsnap_conformance.outcomes import ConformanceFailure, ExitCode, Outcome, Signature, worst
+from nvsnap_conformance.outcomes import UNJUDGED, ConformanceFailure, ExitCode, Outcome, Signature, worst
 from nvsnap_conformance.report.place import FULL
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from nvsnap_conformance.expectations import Expectation
     from nvsnap_conformance.report.model import CaseRecord
     from nvsnap_conformance.session.arms import Arm
@@ -33,13 +35,14 @@ class Blocked(Skipped):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The outcome of one phase of a case."""
+    """The outcome of one phase of a case; ``met`` are the expectation's entries that it met, as text."""
 
     outcome: Outcome
     signature: Signature | None = None
     message: str = ""
     expectation: str | None = None
     also: tuple[Signature, ...] = ()
+    met: tuple[str, ...] = ()
 
 
 def judge_exception(error: BaseException) -> Judgement:
@@ -91,10 +94,11 @@ class Shipped:
             driver_version=self._driver_version(clause),
         )
 
-    def stale(self, clause: str, outcome: Outcome) -> tuple[Expectation, ...]:
-        """Return the entries for a clause that passed."""
-        return self.target.expectations().stale(
-            {clause: outcome},
+    def unmet(self, clause: str, met: Collection[str]) -> tuple[Expectation, ...]:
+        """Return the entries for a clause that apply and are not among ``met``."""
+        return self.target.expectations().unmet(
+            clause,
+            met,
             engine=self.target.engine.adapter,
             engine_version=self.engine_version,
             tensor_parallel=self.tensor_parallel,
@@ -143,7 +147,8 @@ def apply_expectation(
     planted = arm.mutant is not None and arm.mutant.layer == "repro"
     if judgement.outcome not in EXPECTABLE or judgement.signature is None or planted:
         return judgement
-    matches = []
+    matches: list[str] = []
+    met: list[str] = []
     for signature in (judgement.signature, *judgement.also):
         try:
             found = [
@@ -154,6 +159,7 @@ def apply_expectation(
         if not found:
             return judgement
         match = found[0]
+        met += [str(entry) for entry in found]
         matches.append(f"{match.reason} ({match.url}; {match.owner}; expires {match.expires})")
     return Judgement(
         Outcome.XFAILED,
@@ -161,6 +167,7 @@ def apply_expectation(
         judgement.message,
         expectation="; ".join(dict.fromkeys(matches)),
         also=judgement.also,
+        met=tuple(dict.fromkeys(met)),
     )
 
 
@@ -173,20 +180,46 @@ def is_kill(case: CaseRecord, signature: str | None) -> bool:
 
 @dataclass(frozen=True)
 class ClauseVerdict:
-    """The outcome of one clause on one arm."""
+    """The outcome of one clause on one arm.
+
+    ``open`` marks one with an expectation that was neither met nor refuted, for not all cases ran.
+    """
 
     clause: str
     arm: str
     outcome: Outcome
     note: str
+    open: bool = False
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of each clause on each arm a session runs.
+
+    ``planned`` is the number of cases, absent where it is not known (yet); ``left_out`` are those of which
+    a case was not chosen.
+    """
+
+    planned: Mapping[tuple[str, str], int]
+    left_out: Collection[tuple[str, str]] = ()
+
+    def whole(self, clause: str, cases: list[CaseRecord], arm: str) -> bool:
+        """Whether ``cases`` are all that there are of a clause on an arm, and each was executed."""
+        key = (clause, arm)
+        return (
+            key not in self.left_out
+            and len({case.nodeid for case in cases}) == self.planned.get(key)
+            and all(case.outcome not in UNJUDGED for case in cases)
+        )
 
 
 def clause_verdicts(
-    cases: list[CaseRecord], selection: Selection, engine_versions: dict[str, str]
+    cases: list[CaseRecord], selection: Selection, engine_versions: dict[str, str], extent: Extent
 ) -> list[ClauseVerdict]:
-    """Aggregate cases into clauses, worst first; an expectation that nothing met makes ``xpassed``.
+    """Aggregate cases into clauses, worst first; an expectation that no case met makes ``xpassed``.
 
-    ``engine_versions`` maps a target's name to the version that was seen.
+    ``engine_versions`` maps a target's name to the version that was seen. Where not all cases of a clause
+    ran, those that would have met the expectation may be among the others, and the clause is left open.
     """
     arms = {arm.id: arm for arm in [*selection.engine_arms(), *selection.host_arms()]}
     grouped: dict[tuple[str, str], list[CaseRecord]] = {}
@@ -198,18 +231,27 @@ def clause_verdicts(
     for (clause, arm_id), own in grouped.items():
         outcome = worst([case.outcome for case in own])
         note = next((case.message for case in own if case.outcome is outcome), "")
+        verdict = ClauseVerdict(clause, arm_id, outcome, note)
         arm = arms.get(arm_id)
-        if outcome is Outcome.PASSED and arm is not None and arm.mutant is None:
+        if outcome in {Outcome.PASSED, Outcome.XFAILED} and arm is not None and arm.mutant is None:
+            met = {text for case in own for text in case.met}
             shipped = shipped_for(arm, selection, engine_versions)
-            stale = [entry for one in shipped for entry in one.stale(clause, outcome)]
-            if stale:
-                outcome = Outcome.XPASSED
-                note = (
-                    f"expected to fail with {stale[0].signature} ({stale[0].url}) and passed: "
-                    "remove the expectation or narrow its versions"
-                )
-        verdicts.append(ClauseVerdict(clause, arm_id, outcome, note))
+            unmet = {str(entry): entry for one in shipped for entry in one.unmet(clause, met)}
+            if unmet:
+                whole = extent.whole(clause, own, arm_id)
+                verdict = _with_unmet(verdict, list(unmet.values()), whole=whole)
+        verdicts.append(verdict)
     return verdicts
+
+
+def _with_unmet(verdict: ClauseVerdict, unmet: list[Expectation], *, whole: bool) -> ClauseVerdict:
+    """Return the verdict on a clause with entries that none of its cases met."""
+    named = ", ".join(f"{entry.signature} ({entry.url})" for entry in unmet)
+    if whole:
+        note = f"expected to fail with {named} and did not: remove the expectation or narrow its versions"
+        return replace(verdict, outcome=Outcome.XPASSED, note=note)
+    note = f"expected to fail with {named}: not all of its cases ran, so that this cannot be told"
+    return replace(verdict, note="\n".join(filter(None, [verdict.note, note])), open=True)
 
 
 def exit_code(verdicts: list[ClauseVerdict], missing: list[str], *, other_failures: bool) -> ExitCode:

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nvsnap_conformance.catalogue import load_catalogue
 from nvsnap_conformance.session.arms import Arm
+from nvsnap_conformance.shipped import case_roots
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nvsnap_conformance.session.options import Selection
     from nvsnap_conformance.session.state import ConformanceSession
 
@@ -41,6 +45,35 @@ def belongs(item: pytest.Item, selection: Selection) -> bool:
     callspec = item.callspec  # type: ignore[attr-defined] # there is one: it has the arm
     given = [value for name, value in callspec.params.items() if name not in ARM_FIXTURES]
     return not given or any(value in arm.mutant.parameters for value in given)
+
+
+def not_collected(config: pytest.Config, items: Sequence[pytest.Item]) -> set[tuple[str, str]]:
+    """Return the clauses, by arm, of which the words of the command line collect some cases and not others.
+
+    Of the shipped cases, that is: nobody knows what others there are.
+    """
+    words = [str(word) for word in config.getoption("file_or_dir", ())]
+    if not words or set(words) == {str(root) for root in case_roots()}:
+        return set()
+    of_parameters = {word.rpartition("::")[2].partition("[")[0] for word in words if "[" in word}
+    clauses = {name for item in items if _function(item) in of_parameters for name in clauses_of(item)}
+    collected = {(item.path, _function(item)) for item in items}
+    for clause in {name for item in items for name in clauses_of(item)}:
+        shipped = {(case.file, case.nodeid.rpartition("::")[2]) for case in load_catalogue().cases_of(clause)}
+        if shipped & collected and not shipped <= collected:
+            clauses.add(clause)
+    return {
+        (name, arm.id)
+        for item in items
+        if (arm := arm_of(item)) is not None
+        for name in clauses_of(item)
+        if name in clauses
+    }
+
+
+def _function(item: pytest.Item) -> str:
+    """Return the name of an item's function, without its parameters."""
+    return getattr(item, "originalname", None) or item.name
 
 
 def plan_items(session: ConformanceSession, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,6 +130,7 @@ def plan_items(session: ConformanceSession, config: pytest.Config, items: list[p
         )
 
     kept.sort(key=rank)
+    session.plan(kept)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = kept

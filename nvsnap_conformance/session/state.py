@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import traceback
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from nvsnap_conformance.session.execution import NOT_RUN, forget, ran
 from nvsnap_conformance.session.judge import (
     Blocked,
     ClauseVerdict,
+    Extent,
     Judgement,
     apply_expectation,
     clause_verdicts,
@@ -39,7 +41,7 @@ from nvsnap_conformance.session.judge import (
 )
 from nvsnap_conformance.session.keeping import RecordKeeper
 from nvsnap_conformance.session.options import resolve
-from nvsnap_conformance.session.plan import arm_of, belongs, clauses_of
+from nvsnap_conformance.session.plan import arm_of, belongs, clauses_of, not_collected
 from nvsnap_conformance.session.pool import EnginePool
 from nvsnap_conformance.session.telling import Telling
 from nvsnap_conformance.termination import Terminations
@@ -81,7 +83,9 @@ class ConformanceSession:
         self.stand_in_cycles: dict[str, StandInObservation] = {}
         self.final: RunRecord | None = None
         self.left_out: set[tuple[str, str]] = set()
-        """Clauses, by arm, of which a case was deselected."""
+        """Clauses, by arm, of which a case was deselected, or not collected though others were."""
+        self.planned: dict[tuple[str, str], int] = {}
+        """How many cases of each clause there are on each arm; with workers, once one of them has ended."""
         self.troubles: list[NvsnapError] = []
         self._terminations = Terminations()
         self._telling = Telling()
@@ -247,6 +251,7 @@ class ConformanceSession:
             signature=str(worst.signature) if worst.signature else None,
             message=worst.message,
             expectation=worst.expectation,
+            met=list(dict.fromkeys(text for judgement, _ in phases for text in judgement.met)),
             seconds=round(sum(seconds for _, seconds in phases), 3),
             bundle=item.stash.get(BUNDLE, None),
         )
@@ -338,7 +343,28 @@ class ConformanceSession:
         return any(getattr(report, "nodeid", "") not in ours for report in reports)
 
     def _verdicts(self) -> list[ClauseVerdict]:
-        return clause_verdicts(self.cases, self.selection, self.engine_versions)
+        extent = Extent(self.planned, self.left_out)
+        return clause_verdicts(self.cases, self.selection, self.engine_versions, extent)
+
+    def plan(self, items: Sequence[pytest.Item]) -> None:
+        """Note how many cases of each clause are to run on each arm."""
+        count = Counter(
+            (name, arm.id) for item in items if (arm := arm_of(item)) is not None for name in clauses_of(item)
+        )
+        self.planned = dict(count)
+        self.left_out |= not_collected(self.config, items)
+        self._tell_controller()
+
+    def take_extent(self, told: dict[str, Any]) -> None:
+        """Take over what a worker planned, which every worker plans alike, and what it left out."""
+        self.planned |= {(clause, arm): count for clause, arm, count in told.get("nvs_planned", ())}
+        self.left_out |= {(clause, arm) for clause, arm in told.get("nvs_left_out", ())}
+
+    def _tell_controller(self) -> None:
+        if self.worker:
+            output: dict[str, Any] = self.config.workeroutput  # type: ignore[attr-defined]
+            output["nvs_planned"] = [(*key, count) for key, count in self.planned.items()]
+            output["nvs_left_out"] = sorted(self.left_out)
 
     def leave_out(self, items: Sequence[pytest.Item]) -> None:
         """Note cases of this session that are deselected: their clauses are not executed as a whole."""
@@ -346,14 +372,13 @@ class ConformanceSession:
             arm, names = arm_of(item), clauses_of(item)
             if arm is not None and belongs(item, self.selection):
                 self.left_out |= {(name, arm.id) for name in names}
-        if self.worker:
-            self.config.workeroutput["nvs_left_out"] = sorted(self.left_out)  # type: ignore[attr-defined]
+        self._tell_controller()
 
     def _missing(self) -> list[str]:
         executed = {
             (verdict.clause, verdict.arm)
             for verdict in self._verdicts()
-            if verdict.outcome not in {Outcome.SKIPPED, Outcome.NOT_RUN}
+            if verdict.outcome not in {Outcome.SKIPPED, Outcome.NOT_RUN} and not verdict.open
         }
         executed -= self.left_out
         return sorted(f"{clause}@{arm}" for clause, arm in self.selection.must_run() - executed)
