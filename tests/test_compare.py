@@ -240,6 +240,21 @@ outcome = "failed"
 """
 
 
+CLAUSES = """
+format = "nvsnap-expected/1"
+source = "by hand"
+covers = "listed"
+[[clause]]
+clause = "LIFE-ORDER"
+arm = "t-tp2"
+outcome = "failed"
+[[clause]]
+clause = "LIFE-REPEATS"
+arm = "t-tp2"
+outcome = "passed"
+"""
+
+
 def expected(tmp_path: Path, text: str = EXPECTED) -> Path:
     path = tmp_path / "expected.toml"
     path.write_text(text)
@@ -314,6 +329,63 @@ def test_the_json_form(tmp_path: Path) -> None:
         "disagreements": [],
         "not_expected": [],
     }
+
+
+@pytest.mark.parametrize("state", ["running", "aborted"])
+@pytest.mark.parametrize("covers", ["listed", "all"])
+def test_a_run_that_did_not_end_is_not_as_expected(tmp_path: Path, state: str, covers: str) -> None:
+    text = CLAUSES.replace('"listed"', f'"{covers}"')
+    assert call(run_of(tmp_path), expected(tmp_path, text)).exit_code == 0
+    result = call(run_of(tmp_path, state=state), expected(tmp_path, text), "--format", "json")
+    assert result.exit_code == 1
+    (found,) = json.loads(result.output)["disagreements"]
+    assert (found["kind"], found["left"], found["right"]) == ("state", state, "complete")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ('degraded = ["NVLS off"]', None),
+        ("degraded = []", ("degraded", "run", "NVLS off", "none")),
+        ('libraries = { torch = "2.11.0" }', None),
+        ('libraries = { torch = "2.12.0" }', ("condition", "library torch", "2.11.0", "2.12.0")),
+        ('libraries = { nccl = "2.28" }', ("condition", "library nccl", "missing", "2.28")),
+        ("stand_in = false", None),
+        ("stand_in = true", ("condition", "stand_in", "false", "true")),
+    ],
+)
+@pytest.mark.parametrize("covers", ["listed", "all"])
+def test_conditions_are_compared_where_they_are_given(
+    tmp_path: Path, given: str, told: tuple[str, ...] | None, covers: str
+) -> None:
+    arms = experiment(A=(ArmOutcome.RIGHT, None, None))
+    arms.conditions.libraries.update({"torch": "2.11.0", "flashinfer": "0.7"})
+    arm = '[[arm]]\nname = "A"\noutcome = "right"\n'
+    text = CLAUSES.replace('"listed"', f'"{covers}"') + f"{arm}[conditions]\n{given}\n"
+    result = call(run_of(tmp_path, experiment=arms), expected(tmp_path, text), "--format", "json")
+    found = [
+        (d["kind"], d["subject"], d["left"], d["right"]) for d in json.loads(result.output)["disagreements"]
+    ]
+    assert found == ([] if told is None else [told])
+
+
+PAGE = EVIDENCE / "teardown-h200-tp2.json"
+
+
+def test_the_page_of_an_experiment_stands_for_its_record(tmp_path: Path) -> None:
+    wanted = EVIDENCE / "teardown.expected.toml"
+    for order in ((PAGE, wanted), (wanted, PAGE)):
+        assert call(*order).exit_code == 0
+    page = json.loads(PAGE.read_text())
+    (tmp_path / "page.json").write_text(json.dumps(page | {"undecided": ["A"]}))
+    result = call(tmp_path / "page.json", PAGE)
+    assert result.exit_code == 1
+    assert "aborted | complete" in result.output
+    for wrong, told in (({"format": "nvsnap-experiment-answer/2"}, "format"), ({"arms": {}}, "arms")):
+        (tmp_path / "page.json").write_text(json.dumps(page | wrong))
+        result = call(tmp_path / "page.json", wanted)
+        assert result.exit_code == 2
+        assert f"is no experiment's page of this version: {told}" in result.output
 
 
 @pytest.mark.parametrize("path", sorted(EVIDENCE.glob("*.expected.toml")), ids=lambda path: path.name)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def compare(left: Path, right: Path, form: str) -> None:
     """List every disagreement between A and B.
 
-    Each is a run record (its folder or results.json); one of them may be a file of expected outcomes
-    (TOML). Exit codes: 0 they agree, 1 they do not, 2 one of them cannot be read.
+    Each is a run record (its folder or results.json) or an experiment's page (teardown.json); one of them
+    may be a file of expected outcomes (TOML). Exit codes: 0 they agree, 1 they do not, 2 one of them cannot
+    be read.
     """
     from nvsnap_conformance.errors import UsageError  # noqa: PLC0415 - not for --help
     from nvsnap_conformance.report.compare import compare as find  # noqa: PLC0415

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from nvsnap_conformance.experiments.record import Conditions
     from nvsnap_conformance.report.model import RunRecord
 
 FORMAT = "nvsnap-compare/1"
@@ -85,7 +86,8 @@ class Facts:
     """One side of a comparison.
 
     ``partial`` marks an expectation that speaks only of what it lists: what else the other side has is no
-    disagreement. ``None`` for ``degraded`` or ``state`` says nothing of it.
+    disagreement. ``given`` marks a side on which that holds of engines and conditions, whatever it says of
+    clauses and arms. ``None`` for ``degraded`` or ``state`` says nothing of it.
     """
 
     source: str
@@ -96,6 +98,7 @@ class Facts:
     degraded: frozenset[str] | None = None
     state: str | None = None
     partial: bool = False
+    given: bool = False
 
 
 def facts_of(record: RunRecord, *, source: str) -> Facts:
@@ -122,16 +125,7 @@ def facts_of(record: RunRecord, *, source: str) -> Facts:
             arm.name: ArmFacts(arm.outcome.value, arm.phase, arm.error, str(arm.factors))
             for arm in record.experiment.arms
         }
-        common = record.experiment.conditions
-        conditions = {
-            "engine": common.engine,
-            "driver": common.driver,
-            "gpus": ", ".join(common.gpus) or "none",
-            "tensor_parallel": str(common.tensor_parallel),
-            "checkpointer": common.checkpointer,
-            "libraries": ", ".join(f"{k} {v}" for k, v in sorted(common.libraries.items())) or "none",
-            "stand_in": str(common.stand_in).lower(),
-        }
+        conditions = conditions_of(record.experiment.conditions)
     return Facts(
         source=source,
         clauses=clauses,
@@ -141,6 +135,19 @@ def facts_of(record: RunRecord, *, source: str) -> Facts:
         degraded=frozenset(record.degraded),
         state=record.state,
     )
+
+
+def conditions_of(common: Conditions) -> dict[str, str]:
+    """Return the conditions of an experiment by name; those of libraries are called ``library NAME``."""
+    return {
+        "engine": common.engine,
+        "driver": common.driver,
+        "gpus": ", ".join(common.gpus) or "none",
+        "tensor_parallel": str(common.tensor_parallel),
+        "checkpointer": common.checkpointer,
+        "stand_in": str(common.stand_in).lower(),
+        **{f"library {name}": version for name, version in common.libraries.items()},
+    }
 
 
 def compare(left: Facts, right: Facts) -> list[Disagreement]:
@@ -215,18 +222,20 @@ def _named(
     *,
     as_arm: bool = False,
 ) -> Iterable[Disagreement]:
-    for name in _keys(one, other, left, right):
+    for name in _keys(one, other, left, right, given=True):
         values = (one.get(name, MISSING), other.get(name, MISSING))
         if values[0] != values[1]:
             yield Disagreement(kind, "engine" if as_arm else name, name if as_arm else "", *values)
 
 
-def _keys(one: Mapping[Any, Any], other: Mapping[Any, Any], left: Facts, right: Facts) -> list[Any]:
-    """Return the keys to look at: all of both sides, or those that a partial side lists."""
+def _keys(
+    one: Mapping[Any, Any], other: Mapping[Any, Any], left: Facts, right: Facts, *, given: bool = False
+) -> list[Any]:
+    """Return the keys to look at: all of both sides, or what a partial (or ``given``) one lists."""
     keys = set(one) | set(other)
-    if left.partial:
+    if left.partial or (given and left.given):
         keys &= set(one)
-    if right.partial:
+    if right.partial or (given and right.given):
         keys &= set(other)
     return sorted(keys)
 
