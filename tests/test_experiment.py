@@ -367,6 +367,11 @@ def test_the_arms_can_be_listed() -> None:
         (("--target", "vllm-gpx"), "no shipped target"),
         (("--rehearse", "--arms", "nowhere.toml"), "does not exist"),
         (("--rehearse", "--at-once", "0"), "at-once"),
+        (("--rehearse", "--tp", "1"), "nothing between GPUs with one rank"),
+        (("--tp", "1"), "nothing between GPUs with one rank"),
+        (("--rehearse", "--tp", "3"), "use one of --tp 2, 4, 8"),
+        (("--rehearse", "--bandwidth"), "stand-ins copy nothing"),
+        (("--rehearse", "--target", "vllm-gpu"), "--target means nothing with --rehearse"),
     ],
 )
 def test_usage_errors(words: tuple[str, ...], told: str) -> None:

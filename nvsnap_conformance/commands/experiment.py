@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 if TYPE_CHECKING:
     from nvsnap_conformance.experiments.apparatus import Apparatus
@@ -67,6 +68,7 @@ def teardown(  # noqa: PLR0917 - click passes options by name
         for arm in chosen:
             click.echo(f"{arm.name:<3} {arm.summary}\n    {arm.factors}")
         return
+    _require_meaning(size, rehearse=rehearse, bandwidth=bandwidth, target_given=_given("target"))
     if resume and out is None:
         raise UsageError("--resume without --out", next_step="name the folder to go on with")
     from nvsnap_conformance.experiments.runner import Experiment  # noqa: PLC0415
@@ -75,11 +77,16 @@ def teardown(  # noqa: PLR0917 - click passes options by name
         new_folder,
         require_writable,
     )
+    from nvsnap_conformance.report.writing import writing  # noqa: PLC0415
     from nvsnap_conformance.termination import interrupting  # noqa: PLC0415
 
     folder = new_folder() if out is None else named_folder(out)
     require_writable(folder)
-    with interrupting(), _apparatus(target, size, at_once=at_once, rehearse=rehearse) as apparatus:
+    with (
+        interrupting(),
+        _apparatus(target, size, at_once=at_once, rehearse=rehearse) as apparatus,
+        writing(folder),
+    ):
         run = Experiment(
             plan,
             chosen,
@@ -96,6 +103,43 @@ def teardown(  # noqa: PLR0917 - click passes options by name
         click.echo(conclusion.statement)
     click.echo(f"record: {folder}\n{run.verdict}")
     sys.exit(run.exit_code)
+
+
+def _given(option: str) -> bool:
+    """Whether an option of the running command was given, rather than left at its default."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source not in {ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP}
+
+
+def _require_meaning(size: int, *, rehearse: bool, bandwidth: bool, target_given: bool) -> None:
+    """Raise :class:`UsageError` for options with which the experiment, or a rehearsal, says nothing."""
+    from nvsnap_conformance.errors import UsageError  # noqa: PLC0415 - not for --help
+    from nvsnap_conformance.gpus import SIZES  # noqa: PLC0415
+
+    several = [at for at in SIZES if at > 1]
+    if size < min(several):
+        raise UsageError(
+            f"--tp {size}: there is nothing between GPUs with one rank, so that no teardown of it can matter",
+            cause="the experiment is about state that crosses GPUs",
+            next_step=f"use --tp {min(several)} or more",
+        )
+    if not rehearse:
+        return
+    if size not in several:
+        raise UsageError(
+            f"--tp {size}: no engine is run at this size, so that there is nothing to rehearse",
+            next_step=f"use one of --tp {', '.join(map(str, several))}",
+        )
+    if bandwidth:
+        raise UsageError(
+            "--bandwidth means nothing with --rehearse: stand-ins copy nothing",
+            next_step="leave one of the two out",
+        )
+    if target_given:
+        raise UsageError(
+            "--target means nothing with --rehearse: stand-ins take the place of its engines",
+            next_step="leave one of the two out",
+        )
 
 
 def _apparatus(target: str, size: int, *, at_once: int, rehearse: bool) -> Apparatus:

@@ -12,6 +12,7 @@ from nvsnap_conformance.errors import UsageError
 from nvsnap_conformance.files import read_bytes
 from nvsnap_conformance.outcomes import ExitCode, Outcome
 from nvsnap_conformance.report.compare_input import RecordError, read_record
+from nvsnap_conformance.report.writing import is_written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,10 +75,11 @@ def record_summary(path: Path) -> tuple[dict[str, Any], int]:
     A run that has not ended, or was aborted, is incomplete (6). Raises ``RecordError`` for a damaged one.
     """
     record = read_record(path)
+    unfinished = _unfinished(path.parent) if record.state == "running" else None
     facts: dict[str, Any] = {
         "content": Content.RECORD.value,
         "state": record.state,
-        "verdict": record.verdict,
+        "verdict": record.verdict if unfinished is None else f"INCOMPLETE: {unfinished}",
         "targets": record.targets,
         "clauses": len(record.clauses),
         "not_passed": [
@@ -118,7 +120,10 @@ def events_summary(path: Path) -> tuple[dict[str, Any], int]:
     facts: dict[str, Any] = {
         "content": Content.EVENTS.value,
         "state": "aborted",
-        "verdict": f"INCOMPLETE: the run wrote no record, its events end after {len(cases)} cases",
+        "verdict": (
+            f"INCOMPLETE: the run wrote no record, its events end after {len(cases)} cases; "
+            f"{_unfinished(path.parent)}"
+        ),
         "targets": _texts(next((e.get("targets") for e in events if e["kind"] == "session"), None)),
         "clauses": 0,
         "not_passed": [
@@ -151,6 +156,20 @@ def text(facts: dict[str, Any]) -> str:
     lines += [f"mutant {name} SURVIVED {', '.join(clauses)}" for name, clauses in facts["survived"].items()]
     lines += [f"missing: {what}" for what in facts["missing"]]
     return "\n".join(lines)
+
+
+def _unfinished(folder: Path) -> str:
+    """Say what became of a run whose record does not say that it ended."""
+    match is_written(folder):
+        case True:
+            return "the run still goes on"
+        case False:
+            return (
+                "the run never ended: no process of it is alive on this host; it was killed, or the machine "
+                "went down"
+            )
+        case _:
+            return "the run has not ended; whether a process of it is alive cannot be told here"
 
 
 def _code(record: RunRecord) -> int:

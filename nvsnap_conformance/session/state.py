@@ -25,6 +25,7 @@ from nvsnap_conformance.report.model import (
     RunRecord,
 )
 from nvsnap_conformance.report.place import unwritten
+from nvsnap_conformance.report.writing import Hold
 from nvsnap_conformance.session.execution import NOT_RUN, forget, ran
 from nvsnap_conformance.session.judge import (
     Blocked,
@@ -102,6 +103,7 @@ class ConformanceSession:
         )
         if self.stream.failure is not None:
             raise self.stream.failure
+        self._hold = Hold(self.selection.out)
         self._terminations.arm()
 
     # -- what the user sees -------------------------------------------------------------------------
@@ -309,6 +311,7 @@ class ConformanceSession:
         code = self.final.exit_code
         self.stream.emit("end", state=self.final.state, verdict=self.final.verdict, exit_code=code)
         self.stream.close()
+        self._hold.close()
         self._terminations.disarm()
         return exitstatus if code is None else code
 
