@@ -30,7 +30,7 @@ MARKERS = (
     "takes_spoiled_engine: can do with an engine that was spoiled",
     "ends_engine: ends the engine that it is given",
     "gpu: runs on at least one GPU",
-    "multigpu: runs on at least two GPUs; `-m multigpu` without a target picks the targets for GPUs",
+    "multigpu: runs on at least two GPUs; `-m multigpu` without a target picks vllm-gpu",
     "world_size(n): runs an engine of n ranks",
     "multicast: needs NVLink multicast",
     "criu: needs CRIU",

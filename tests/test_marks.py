@@ -20,13 +20,45 @@ NOTHING: set[str] = set()
         ("not multigpu", {"gpu"}, True),
         ("gpu and not slow", {"gpu"}, True),
         ("multigpu or criu", NOTHING, False),
-        ("world_size(n=2)", {"world_size"}, True),
+        ("world_size(n=2)", NOTHING, True),
+        ("world_size(n=4)", NOTHING, False),
+        ("world_size", NOTHING, True),
         ("gpu and", {"gpu"}, False),
         ("", {"gpu"}, False),
     ],
 )
 def test_selects(expression: str, marked: set[str], selected: bool) -> None:
-    assert marks.selects(expression, marked) is selected
+    assert marks.selects(expression, marked, 2) is selected
+
+
+@pytest.mark.parametrize(
+    ("expression", "sizes"),
+    [
+        ("gpu", [1, 2, 4, 8]),
+        ("multigpu", [2, 4, 8]),
+        ("multigpu and world_size(n=2)", [2]),
+        ("world_size(n=4) and gpu", [4]),
+        ("gpu and not world_size(n=1)", [2, 4, 8]),
+        ("gpu and (world_size(n=1) or world_size(n=8))", [1, 8]),
+        ("multigpu and world_size(n=3)", [3]),
+        ("multigpu and criu", [2, 4, 8]),
+        ("multigpu and not criu", [2, 4, 8]),
+        ("criu and multicast and gpu", [1, 2, 4, 8]),
+        ("gpu and clause", [1, 2, 4, 8]),
+        ("gpu and (spoils_engine or ends_engine) and not slow", [1, 2, 4, 8]),
+        ("multigpu or criu", [2, 4, 8]),
+        ("not (not multigpu)", [2, 4, 8]),
+        ("multigpu and world_size(n=1)", []),
+        ("gpu and not gpu", []),
+        ("world_size(n=2)", []),
+        ("world_size(n=2) and criu", []),
+        ("criu and not gpu", []),
+        ("gpu and world_size(2)", []),
+        ("gpu and 1", []),
+    ],
+)
+def test_sizes_at_which_an_expression_asks_for_gpus(expression: str, sizes: list[int]) -> None:
+    assert marks.asked_sizes(expression) == sizes
 
 
 @pytest.mark.parametrize("expression", ["", "slow", "not gpu", "not multigpu", "gpu or not gpu", "criu"])
@@ -51,6 +83,20 @@ def test_sizes_are_those_that_the_expression_selects(monkeypatch: pytest.MonkeyP
         if (picked := marks.pick(expression))
     }
     assert sizes == {"gpu": [(1, 2, 4)], "multigpu": [(2, 4)], "gpu and not multigpu": [(1,)]}
+
+
+def test_a_size_that_the_expression_names_is_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for expression, size, lack in (
+        ("multigpu and world_size(n=2)", 2, "2 GPUs are needed, 0 can be used"),
+        ("multigpu and criu", 2, "2 GPUs are needed, 0 can be used"),
+        ("gpu and world_size(n=4)", 4, "4 GPUs are needed, 0 can be used"),
+        ("gpu and world_size(n=3)", 3, "no engine is run on 3 GPUs: sizes are 1, 2, 4, 8"),
+    ):
+        picked = marks.pick(expression)
+        assert picked is not None
+        assert [target.engine.tensor_parallel for target in picked.targets] == [(size,)]
+        assert lack in picked.lacks[0]
 
 
 def test_marks_of_cases() -> None:
