@@ -11,6 +11,7 @@ from nvsnap_conformance.capabilities import Action, Capabilities, decide
 from nvsnap_conformance.engines.environment import EngineEnvironment
 from nvsnap_conformance.engines.recipes import recipe_for
 from nvsnap_conformance.errors import NvsnapError
+from nvsnap_conformance.gpus import visible
 
 if TYPE_CHECKING:
     from nvsnap_conformance.clauses.registry import Registry
@@ -123,7 +124,12 @@ def _profile(name: str, target: Target, registry: Registry, capabilities: Capabi
         needed_at = max(target.engine.tensor_parallel)
         if clause.needs_engine and clause.min_world_size > needed_at:
             need = f"world size {clause.min_world_size}"
-            why = f"the target runs at tensor parallel size {needed_at} at most"
+            there = len(visible().gpus)
+            why = (
+                f"{there} GPUs can be used here, and it needs {clause.min_world_size}"
+                if target.engine.by_gpus
+                else f"the target runs at tensor parallel size {needed_at} at most"
+            )
             grouped[clause.must_run_in(name), need, why].append(clause_id)
             continue
         for need in clause.needs:
@@ -131,15 +137,17 @@ def _profile(name: str, target: Target, registry: Registry, capabilities: Capabi
                 why = capabilities.satisfies(need)[1] or f"the target does not claim {need}"
                 grouped[clause.must_run_in(name), need, why].append(clause_id)
     found = [
-        (must, Lack(need, tuple(clauses), why, _how_to_get(need, why, capabilities)))
+        (must, Lack(need, tuple(clauses), why, _how_to_get(need, why, target, capabilities)))
         for (must, need, why), clauses in grouped.items()
     ]
     lacks = tuple(lack for must, lack in found if must)
     return ProfileDiagnosis(name, not lacks, lacks, tuple(lack for must, lack in found if not must))
 
 
-def _how_to_get(need: str, why: str, capabilities: Capabilities) -> str:
+def _how_to_get(need: str, why: str, target: Target, capabilities: Capabilities) -> str:
     if need.startswith("world size"):
+        if target.engine.by_gpus:
+            return f"use a machine with {need.removeprefix('world size ')} GPUs, within CUDA_VISIBLE_DEVICES"
         return "add a larger size to engine.tensor_parallel in the target file"
     if why.startswith("the target does not claim"):
         return "add it to claims.capabilities in the target file"

@@ -106,6 +106,21 @@ def test_run_refuses_before_anything_is_started(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    "words", [["run", "--target", "vllm-gpu-stock", "--tp", "2"], ["experiment", "teardown"]]
+)
+def test_gpus_that_are_not_there_are_no_error_of_the_user(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    result = call(*words)
+    assert result.exit_code == ExitCode.ENVIRONMENT
+    assert "needs 2 GPUs at tensor parallel size 2, and 0 can be used here" in result.output
+    assert "engine.tensor_parallel" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
 def check_unwritable(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "run_pytest", lambda _options: pytest.fail("something was started"))
     result = call("run", *words)

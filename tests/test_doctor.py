@@ -301,6 +301,15 @@ def test_an_optional_clause_is_skipped_and_not_lacked(target: Target) -> None:
     assert (left_out.need, left_out.clauses) == ("text-oracle", ("LIFE-TEXT-ORACLE",))
 
 
+def test_a_size_without_gpus_is_had_from_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    diagnosis = diagnose(load_target("vllm-gpu"), load_registry(), machine())
+    lacks = {lack.need: lack for profile in diagnosis.profiles for lack in profile.lacks}
+    lack = lacks["world size 2"]
+    assert lack.why == "0 GPUs can be used here, and it needs 2"
+    assert lack.how_to_get == "use a machine with 2 GPUs, within CUDA_VISIBLE_DEVICES"
+
+
 def test_what_the_target_does_not_claim_is_lacked(target: Target) -> None:
     modest = target.model_copy(update={"claims": target.claims.model_copy(update={"capabilities": ()})})
     diagnosis = diagnose(modest, load_registry(), machine())

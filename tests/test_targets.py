@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nvsnap_conformance.errors import ExpectationError, TargetError
+from nvsnap_conformance.errors import EnvironmentFailure, ExpectationError, TargetError
+from nvsnap_conformance.session.arms import engine_arms
 from nvsnap_conformance.targets.model import DEFAULT_TARGET, load_target, shipped_targets
 
 BASE = """
@@ -298,3 +299,23 @@ def test_refuses_a_size_that_the_target_does_not_have() -> None:
     target.require_tensor_parallel((2,))
     with pytest.raises(TargetError, match="use one of 1, 2"):
         target.require_tensor_parallel((1, 4))
+
+
+def test_a_size_for_which_there_are_no_gpus_is_the_machine_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    target = load_target("vllm-gpu-stock")
+    target.require_tensor_parallel((1,))
+    with pytest.raises(EnvironmentFailure, match="needs 2 GPUs at tensor parallel size 2, and 0 can be used"):
+        target.require_tensor_parallel((2,))
+    with pytest.raises(TargetError, match=r"use one of 1, 2, 4, 8$"):
+        target.require_tensor_parallel((3,))
+    with pytest.raises(EnvironmentFailure, match="needs 4 GPUs"):
+        engine_arms([target.with_sizes((1, 2))], (4, 8), ())
+    assert target.injected_by("plugin").engine.by_gpus
+    assert not load_target(DEFAULT_TARGET).engine.by_gpus
+
+
+def test_whether_sizes_go_by_gpus_is_no_key_of_the_file(tmp_path: Path) -> None:
+    for key in ("by_gpus", "_by_gpus"):
+        text = BASE.replace("requirement", f"{key} = true\nrequirement")
+        assert key in refusal(tmp_path, text)

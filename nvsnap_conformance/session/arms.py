@@ -51,6 +51,8 @@ def engine_arms(
 ) -> list[Arm]:
     """Return the arms for cases that need an engine.
 
+    Raises :class:`UsageError` for a target that has none of the sizes, and :class:`EnvironmentFailure` where
+    it has no GPUs for them.
     ``sizes`` restricts the tensor-parallel sizes of the targets; empty means all. A mutant runs at one
     size: the smallest at which it means something, for that is the cheapest.
     """
@@ -58,6 +60,8 @@ def engine_arms(
     for target in targets:
         wanted = [size for size in target.engine.tensor_parallel if not sizes or size in sizes]
         if not wanted:
+            if target.engine.by_gpus:
+                raise target.lacks_size(min(sizes))
             raise UsageError(
                 f"target {target.name!r} has no tensor-parallel size among {sorted(sizes)}",
                 cause=f"its sizes are {list(target.engine.tensor_parallel)}",

@@ -7,18 +7,25 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from nvsnap_conformance import __version__
 from nvsnap_conformance.capabilities import MACHINE, parse_need, unknown_names
 from nvsnap_conformance.clauses.registry import load_registry
 from nvsnap_conformance.engines.protocol import HooksSpec
-from nvsnap_conformance.errors import TargetError, UsageError
+from nvsnap_conformance.errors import EnvironmentFailure, TargetError, UsageError
 from nvsnap_conformance.expectations import Expectation, Expectations
-from nvsnap_conformance.gpus import count_visible, sizes_for
+from nvsnap_conformance.gpus import SIZES, count_visible, sizes_for, visible
 from nvsnap_conformance.hooks.injection import INJECT, Way
 from nvsnap_conformance.hooks.naming import is_implementation
 from nvsnap_conformance.models import FIXTURE_MODELS, check_model
@@ -74,6 +81,21 @@ class EngineSection(StrictModel):
     model: str = Field(default="tiny-llama", min_length=1)
     args: tuple[str, ...] = ()
     env: Environment = Field(default_factory=dict)
+
+    _by_gpus: bool = PrivateAttr(default=False)
+
+    @property
+    def by_gpus(self) -> bool:
+        """Whether the world sizes are those for which there are GPUs, rather than the file's own."""
+        return self._by_gpus
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _notes_gpus(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        section = handler(value)
+        sizes = value.get("tensor_parallel") if isinstance(value, dict) else None
+        section._by_gpus = sizes == "gpus"  # noqa: SLF001 - pydantic's private attribute of what is made here
+        return section
 
     @field_validator("requirement")
     @classmethod
@@ -302,14 +324,32 @@ class Target(StrictModel):
         return changed
 
     def require_tensor_parallel(self, sizes: tuple[int, ...]) -> None:
-        """Raise :class:`TargetError` for a world size that the target does not have."""
+        """Raise :class:`TargetError` for a world size that the target does not have.
+
+        :class:`EnvironmentFailure` where it is the GPUs for it that are not there.
+        """
         for size in sizes:
             if size not in self.engine.tensor_parallel:
-                raise TargetError(
-                    f"the target {self.name} does not run at tensor parallel size {size}",
-                    next_step=f"use one of {', '.join(map(str, self.engine.tensor_parallel))}, or add it to "
-                    f"engine.tensor_parallel in {self.file}",
-                )
+                raise self.lacks_size(size)
+
+    def lacks_size(self, size: int) -> TargetError | EnvironmentFailure:
+        """Return the error of a world size that the target does not have, or has no GPUs for."""
+        what = f"the target {self.name} does not run at tensor parallel size {size}"
+        if not self.engine.by_gpus:
+            return TargetError(
+                what,
+                next_step=f"use one of {', '.join(map(str, self.engine.tensor_parallel))}, or add it to "
+                f"engine.tensor_parallel in {self.file}",
+            )
+        if size not in SIZES:
+            return TargetError(what, next_step=f"use one of {', '.join(map(str, SIZES))}")
+        return EnvironmentFailure(
+            f"the target {self.name} needs {size} GPUs at tensor parallel size {size}, and "
+            f"{count_visible()} can be used here",
+            cause=visible().why_none or "the machine has no more, or CUDA_VISIBLE_DEVICES leaves some out",
+            next_step=f"use a machine with {size} GPUs, within CUDA_VISIBLE_DEVICES; `nvsnap-conformance "
+            "doctor` says what there is",
+        )
 
 
 def shipped_targets() -> dict[str, Path]:
