@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from nvsnap_conformance.catalogue import Case, load_catalogue
 from nvsnap_conformance.outcomes import ExitCode
 from nvsnap_conformance.report.record import read_results
+from nvsnap_conformance.session.arms import Arm
+from nvsnap_conformance.session.plan import not_collected
+from nvsnap_conformance.shipped import case_roots
 
 if TYPE_CHECKING:
     from nvsnap_conformance.report.model import ClauseRecord, RunRecord
@@ -126,3 +131,39 @@ def test_a_skip_leaves_nothing_open_where_every_entry_was_met(pytester: pytest.P
     _, clause, record = run(pytester, "both skipped")
     assert clause.outcome.value == "xfailed"
     assert "SUITE-LEAVES-NOTHING@host" not in record.missing
+
+
+NAMED = load_catalogue().cases_of("DEVICE-FAILURE-ENDS-KNOWN")
+
+
+def collected(case: Case) -> pytest.Item:
+    """Return what stands for an item of a shipped case."""
+    item: Any = SimpleNamespace(
+        path=case.file,
+        originalname=case.nodeid.rpartition("::")[2],
+        callspec=SimpleNamespace(params={"host_arm": Arm(None, 0)}),
+        iter_markers=lambda _name: [SimpleNamespace(args=case.clauses)],
+    )
+    return cast("pytest.Item", item)
+
+
+@pytest.mark.parametrize(
+    ("words", "cases", "part"),
+    [
+        ([], NAMED, False),
+        (
+            [str(root) for root in case_roots()],
+            NAMED[:1],
+            False,
+        ),  # by -k and the like, which is told elsewhere
+        (["suites/device"], NAMED, False),
+        ([NAMED[0].nodeid], NAMED[:1], True),
+        ([f"{NAMED[0].nodeid}[host-lock]", "suites"], NAMED, True),
+    ],
+)
+def test_words_of_the_command_line_make_a_part_of_a_clause(
+    words: list[str], cases: tuple[Case, ...], part: bool
+) -> None:
+    config: Any = SimpleNamespace(getoption=lambda _name, _default: words)
+    left_out = not_collected(config, [collected(case) for case in cases])
+    assert (("DEVICE-FAILURE-ENDS-KNOWN", "host") in left_out) is part
