@@ -130,7 +130,7 @@ def plan_items(session: ConformanceSession, config: pytest.Config, items: list[p
         )
 
     kept.sort(key=rank)
-    session.plan(kept)
+    session.plan(kept, collected=items)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
     items[:] = kept

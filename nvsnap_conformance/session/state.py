@@ -349,13 +349,13 @@ class ConformanceSession:
         extent = Extent(self.planned, self.left_out)
         return clause_verdicts(self.cases, self.selection, self.engine_versions, extent)
 
-    def plan(self, items: Sequence[pytest.Item]) -> None:
-        """Note how many cases of each clause are to run on each arm."""
+    def plan(self, items: Sequence[pytest.Item], *, collected: Sequence[pytest.Item]) -> None:
+        """Note how many cases of each clause are to run on each arm, out of those that were collected."""
         count = Counter(
             (name, arm.id) for item in items if (arm := arm_of(item)) is not None for name in clauses_of(item)
         )
         self.planned = dict(count)
-        self.left_out |= not_collected(self.config, items)
+        self.left_out |= not_collected(self.config, collected)
         self._tell_controller()
 
     def take_extent(self, told: dict[str, Any]) -> None:
