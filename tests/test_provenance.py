@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
+from nvsnap_conformance.engines.protocol import RankReply
 from nvsnap_conformance.lifecycle.provenance import RankIdentity, check_is_restore, check_weights
-from nvsnap_conformance.lifecycle.transports import check_environment
+from nvsnap_conformance.lifecycle.trace import Verb
+from nvsnap_conformance.lifecycle.transports import check_environment, check_settings
 from nvsnap_conformance.processes import ProcessId
 
 WEIGHTS = {"sha256": "aa", "hashed_elements": 145_000}
@@ -108,3 +110,46 @@ def test_an_environment_that_nobody_read_proves_nothing(
     before: list[RankIdentity], after: list[RankIdentity]
 ) -> None:
     assert set(names(list(check_environment(before, after)))) == {"PROVENANCE:ENVIRONMENT_UNREAD"}
+
+
+def during(*notes: dict[str, object] | None, rank: int = 1) -> dict[Verb, list[RankReply]]:
+    """Give the replies of both calls; ``notes`` are those of one rank's restore."""
+    calm = {"settings": [{"at": "begin", "variables": SETTINGS}]}
+    quiet = [RankReply(number, "n", "n", raw=calm) for number in (0, 1)]
+    told = [RankReply(n, "n", "n", raw={"settings": list(notes)} if n == rank else calm) for n in (0, 1)]
+    return {Verb.PREPARE: quiet, Verb.REBUILD: told}
+
+
+def test_settings_that_are_the_same_while_hooks_run() -> None:
+    assert check_settings(KNOWN, during({"at": "begin", "variables": SETTINGS})) == []
+
+
+def test_a_setting_for_the_making_alone() -> None:
+    other = {**SETTINGS, "NCCL_NVLS_ENABLE": "6b"}
+    flipped = during(
+        {"at": "begin", "variables": SETTINGS},
+        {"at": "new_group", "variables": other},
+        {"at": "end", "variables": SETTINGS},
+    )
+    (found,) = check_settings(KNOWN, flipped)
+    assert str(found.signature) == "PROVENANCE:ENVIRONMENT_MEANWHILE"
+    assert found.evidence["rank"] == 1
+    assert "during rebuild, at new_group NCCL_NVLS_ENABLE has another value" in found.message
+
+
+@pytest.mark.parametrize(
+    "notes", [(), (None,), ({"at": "begin"},), ({"at": "begin", "variables": SETTINGS}, None)]
+)
+def test_settings_that_nobody_noted_prove_nothing(notes: tuple[dict[str, object] | None, ...]) -> None:
+    assert names(list(check_settings(KNOWN, during(*notes)))) == ["PROVENANCE:ENVIRONMENT_UNREAD"]
+
+
+def test_calls_that_were_not_made_or_answered_prove_nothing() -> None:
+    good = during({"at": "begin", "variables": SETTINGS})
+    unread = "PROVENANCE:ENVIRONMENT_UNREAD"
+    assert names(list(check_settings([], good))) == [unread]
+    assert names(list(check_settings(KNOWN, {}))) == [unread] * 4
+    assert names(list(check_settings(KNOWN, good | {Verb.REBUILD: good[Verb.REBUILD][:1]}))) == [unread]
+    stale = [dataclasses.replace(reply, nonce="m") for reply in good[Verb.REBUILD]]
+    assert names(list(check_settings(KNOWN, good | {Verb.REBUILD: stale}))) == [unread] * 2
+    assert names(list(check_settings(BEFORE, good))) == [unread] * 4

@@ -13,7 +13,7 @@ from nvsnap_conformance.lifecycle.log_errors import check_log
 from nvsnap_conformance.lifecycle.observe import check_completed
 from nvsnap_conformance.lifecycle.provenance import check_is_restore, check_weights
 from nvsnap_conformance.lifecycle.trace import check_order
-from nvsnap_conformance.lifecycle.transports import check_environment
+from nvsnap_conformance.lifecycle.transports import check_environment, check_settings
 from nvsnap_conformance.outcomes import require
 
 if TYPE_CHECKING:
@@ -77,8 +77,12 @@ def test_weights_are_unchanged(cycle: CycleObservation) -> None:
 
 @pytest.mark.clause("LIFE-ENVIRONMENT-STABLE")
 def test_transports_are_chosen_by_the_same_settings(cycle: CycleObservation) -> None:
-    """No rank's variables that decide on transports changed, and all ranks have the same."""
-    require(check_completed(cycle) + check_environment(cycle.before, cycle.identities))
+    """No rank's variables that decide on transports changed, ever, and all ranks have the same."""
+    require(
+        check_completed(cycle)
+        + check_environment(cycle.before, cycle.identities)
+        + check_settings(cycle.before, cycle.record.replies)
+    )
 
 
 @pytest.mark.clause("LIFE-LOG-CLEAN")

@@ -2,10 +2,11 @@
 
 A request is ``{"nonce", "implementation": "module:Class", "path", "options", "method", "arguments"}``, a
 reply ``{"nonce", "rank", "pid", "ok", "value" | "error": {"type", "message", "traceback"},
-"loader": {"file", "version"}, "clock": [began, ended]}`` with ``clock`` in seconds of the rank's
-``time.monotonic()``. An exception that left here would put vLLM's per-rank replies out of step for good
-(``MultiprocExecutor.collective_rpc``, 0.27 to 0.33), so none does, except by a known-bad implementation's
-intent (:class:`nvsnap_hooks.errors.PassThrough`).
+"loader": {"file", "version"}, "clock": [began, ended], "settings"}`` with ``clock`` in seconds of the rank's
+``time.monotonic()`` and ``settings`` as :func:`nvsnap_hooks.making.noted` has them. An exception that left
+here would put vLLM's per-rank replies out of step for good (``MultiprocExecutor.collective_rpc``, 0.27 to
+0.33), so none does, except by a known-bad implementation's intent
+(:class:`nvsnap_hooks.errors.PassThrough`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nvsnap_hooks import VERSION, forwards, loader
+from nvsnap_hooks import VERSION, forwards, loader, making
 from nvsnap_hooks.builtin import METHODS, Builtin
 from nvsnap_hooks.errors import BadRequest, NotJson, PassThrough
 
@@ -59,7 +60,8 @@ def answer(worker: Any, request: Any) -> dict[str, Any]:
     }
     try:
         forwards.install(worker)
-        value = _call(worker, fields)
+        with making.noted() as reply["settings"]:
+            value = _call(worker, fields)
         reply.update(ok=True, value=value)
     except PassThrough:
         raise

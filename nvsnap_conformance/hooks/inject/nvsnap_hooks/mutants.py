@@ -298,6 +298,27 @@ class EnvironmentDrifts(ReferenceHooks):
         return super().restore()
 
 
+class EnvironmentFlips(ReferenceHooks):
+    """Rebuilds the last rank's groups under another setting of NVLS, and then puts the first one back."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def restore(self) -> Report:
+        """Change the setting for the restore alone."""
+        if self.worker.rank != self.worker.parallel_config.world_size - 1:
+            return super().restore()
+        variable = EnvironmentDrifts.VARIABLE
+        had = os.environ.get(variable)
+        os.environ[variable] = "1" if had == "0" else "0"
+        try:
+            return super().restore()
+        finally:
+            if had is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = had
+
+
 class StaleHolder(ReferenceHooks):
     """Rebuilds every group, and leaves the communicators with the CPU groups from before."""
 
