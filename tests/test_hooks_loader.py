@@ -19,7 +19,7 @@ from nvsnap_conformance.hooks.injection import INJECT
 
 sys.path.insert(0, str(INJECT))  # as an engine's PYTHONPATH has it
 
-from nvsnap_hooks import dispatch, forwards, holders, making, mappings, rendezvous, transports
+from nvsnap_hooks import dispatch, footprint, forwards, holders, making, mappings, rendezvous, transports
 from nvsnap_hooks.builtin import other_copies
 from nvsnap_hooks.errors import (
     PassThrough,
@@ -446,3 +446,26 @@ def test_a_class_that_inherits_its_maker_is_left_alone(monkeypatch: pytest.Monke
             assert kind().ncclCommInitRank() == "made"
             assert (dict(vars(kind)) == before) is (kind is Derived)
         assert dict(vars(kind)) == before
+
+
+def tensor(address: int, size: int, device: str = "cuda") -> Any:
+    storage = types.SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: size)
+    return types.SimpleNamespace(device=types.SimpleNamespace(type=device), untyped_storage=lambda: storage)
+
+
+def test_what_a_sleep_is_to_free() -> None:
+    shared = tensor(1, 10)
+    model = types.SimpleNamespace(
+        parameters=lambda: iter([shared, tensor(1, 10), tensor(2, 5), tensor(3, 7, "cpu")])
+    )
+    caches: list[Any] = [tensor(4, 100), [tensor(5, 20), tensor(4, 100)], {"layer": tensor(6, 3)}, None]
+    runner = types.SimpleNamespace(get_model=lambda: model, kv_caches=caches)
+    worker = types.SimpleNamespace(model_runner=runner)
+    assert footprint.footprint(worker) == {"weights": 15, "cache": 123}
+
+
+@pytest.mark.parametrize(
+    "runner", [None, types.SimpleNamespace(kv_caches=[]), types.SimpleNamespace(get_model=0)]
+)
+def test_what_a_sleep_is_to_free_cannot_be_told(runner: Any) -> None:
+    assert footprint.footprint(types.SimpleNamespace(model_runner=runner)) == {"weights": None, "cache": None}

@@ -12,11 +12,12 @@ from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded
 from nvsnap_conformance.fixtures.cycles import make_driver
+from nvsnap_conformance.lifecycle.asleep import problem
 from nvsnap_conformance.lifecycle.driver import LifecycleDriver, Variant
 from nvsnap_conformance.lifecycle.mutants import WakesWithoutReload
 from nvsnap_conformance.lifecycle.observe import CycleObservation, check_completed
 from nvsnap_conformance.lifecycle.oracle import Answers
-from nvsnap_conformance.lifecycle.trace import Verb, check_order
+from nvsnap_conformance.lifecycle.trace import Verb, check_order, wanted
 from nvsnap_conformance.session.arms import Arm
 from nvsnap_conformance.session.pool import EnginePool
 from nvsnap_conformance.targets.model import load_target
@@ -42,6 +43,9 @@ class Engine:
         self.weights = "the model's"
         self.free: int | None = None
         self.frees = 0
+        self.told_of: dict[str, int | None] = {"weights": 15, "cache": 25}
+        self.silent: set[int] = set()
+        self.looks = 0
 
     def quiesce(self, _deadline: Deadline) -> None:
         self.told.append("quiesce")
@@ -57,9 +61,12 @@ class Engine:
             self.told.append(method)
         if method == "lose":
             self.weights = "lost"
+        self.looks += method == "snapshot"
+        if method == "snapshot" and self.looks in self.silent:
+            raise RequestFailed("POST /collective_rpc", status=500)
         value: dict[str, Any] = {"state": "ok"}
         if self.free is not None:
-            value["memory"] = {"free": self.free, "total": 100}
+            value["memory"] = {"free": self.free, "total": 100} | self.told_of
         return [RankReply(rank, "n", "n", value=value) for rank in range(RANKS)]
 
     def wake(self, _deadline: Deadline, *, reload: bool) -> None:
@@ -137,11 +144,24 @@ def test_a_full_cycle_sleeps_around_the_hooks(tmp_path: Path, level: int, wake: 
     assert engine.weights == "the model's"
 
 
-@pytest.mark.parametrize(("frees", "failure"), [(40, None), (0, "SLEEP:FREED_NOTHING")])
-def test_a_sleep_that_frees_no_memory_is_none(tmp_path: Path, frees: int, failure: str | None) -> None:
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("frees", "failure"),
+    [
+        (41, None),
+        (40, None),
+        (39, "SLEEP:FREED_LITTLE"),
+        (1, "SLEEP:FREED_LITTLE"),
+        (0, "SLEEP:FREED_NOTHING"),
+        (-5, "SLEEP:FREED_NOTHING"),
+    ],
+)
+def test_a_sleep_that_frees_less_than_weights_and_cache_is_none(
+    tmp_path: Path, level: int, frees: int, failure: str | None
+) -> None:
     engine = Engine()
     engine.free, engine.frees = 10, frees
-    driver = orchestrate(engine, tmp_path, 2)
+    driver = orchestrate(engine, tmp_path, level)
     if failure is None:
         assert driver.record.failure is None
     else:
@@ -151,6 +171,34 @@ def test_a_sleep_that_frees_no_memory_is_none(tmp_path: Path, frees: int, failur
         assert "dump" not in engine.told
 
 
+@pytest.mark.parametrize("silent", [{1}, {2}, {1, 2}])
+@pytest.mark.parametrize("free", [10, None])
+def test_a_sleep_that_nobody_looked_at_is_none(tmp_path: Path, silent: set[int], free: int | None) -> None:
+    engine = Engine()
+    engine.free, engine.frees, engine.silent = free, 40, silent
+    assert signature(orchestrate(engine, tmp_path, 2)) == "SLEEP:UNREAD"
+
+
+@pytest.mark.parametrize("unknown", ["weights", "cache"])
+def test_a_sleep_that_was_to_free_nobody_knows_how_much_is_none(tmp_path: Path, unknown: str) -> None:
+    engine = Engine()
+    engine.free, engine.frees = 10, 40
+    engine.told_of[unknown] = None
+    assert signature(orchestrate(engine, tmp_path, 2)) == "SLEEP:UNREAD"
+
+
+def test_memory_that_is_told_at_one_moment_only() -> None:
+    answers = {"ok": {}, "gpu": {"memory": {"free": 1, "weights": 0, "cache": 0}}}
+    for before, after in (("ok", "gpu"), ("gpu", "ok")):
+        snapshots = {
+            moment: [RankReply(0, "n", "n", value=answers[kind])]
+            for moment, kind in (("before", before), ("asleep", after))
+        }
+        found = problem(snapshots, 1)
+        assert found is not None
+        assert str(found.signature) == "SLEEP:UNREAD"
+
+
 @pytest.mark.parametrize(("level", "variant"), [(None, Variant.FULL), (2, Variant.HOOKS_ONLY)])
 def test_no_other_cycle_sleeps(tmp_path: Path, level: int | None, variant: Variant) -> None:
     engine = Engine()
@@ -158,6 +206,36 @@ def test_no_other_cycle_sleeps(tmp_path: Path, level: int | None, variant: Varia
     assert driver.record.failure is None
     assert not {Verb.SLEEP, Verb.WAKE} & set(verbs(driver))
     assert "resume" in engine.told
+
+
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_an_orchestrator_that_never_sleeps(tmp_path: Path, level: int | None) -> None:
+    class NeverSleeps(LifecycleDriver):
+        def sleep(self, level: int, deadline: Deadline) -> None:
+            pass
+
+        def wake(self, level: int, deadline: Deadline) -> None:
+            pass
+
+    driver = orchestrate(Engine(), tmp_path, level, kind=NeverSleeps)
+    assert driver.record.failure is None
+    required = wanted(host=True, device=False, sleeps=level is not None)
+    found = check_order(driver.record.events, ranks=RANKS, required=required)
+    assert [one.evidence["verb"] for one in found] == ([] if level is None else ["sleep", "wake"])
+    assert {str(one.signature) for one in found} <= {"ORDER:INCOMPLETE"}
+    ordinary = orchestrate(Engine(), tmp_path, level).record.events
+    assert check_order(ordinary, ranks=RANKS, required=required) == []
+
+
+def test_a_key_value_cache_that_does_not_wake_is_a_failed_resume(tmp_path: Path) -> None:
+    class CacheStays(Engine):
+        def resume(self, _deadline: Deadline) -> None:
+            raise RequestFailed("POST /wake_up", status=500, body="CUDA out of memory")
+
+    driver = orchestrate(CacheStays(), tmp_path, 2)
+    assert signature(driver) == "CYCLE:RESUME"
+    assert driver.record.failure is not None
+    assert "POST /wake_up: HTTP 500: CUDA out of memory" in driver.record.failure.message
 
 
 def test_a_sleep_without_a_wake_is_no_lifecycle(tmp_path: Path) -> None:

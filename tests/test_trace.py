@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvsnap_conformance.lifecycle.trace import ORDER, PER_RANK, Event, Verb, check_order
+from nvsnap_conformance.lifecycle.trace import ORDER, PER_RANK, Event, Verb, check_order, wanted
 
 FULL = (Verb.QUIESCE, Verb.PREPARE, Verb.DUMP, Verb.LOAD, Verb.REBUILD, Verb.RESUME)
 
@@ -75,3 +75,25 @@ def test_no_trace_at_all_is_no_pass() -> None:
 def test_events_survive_json() -> None:
     for event in trace(2):
         assert Event.from_json(event.as_json()) == event
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("device", [True, False])
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_verb_that_the_target_calls_for_is_missed(host: bool, device: bool, sleeps: bool) -> None:
+    required = wanted(host=host, device=device, sleeps=sleeps)
+    verbs = tuple(verb for verb in ORDER if verb in required)
+    assert check_order(trace(2, verbs), ranks=2, required=required) == []
+    assert check_order(trace(2, ORDER), ranks=2, required=required) == []
+    for missing in verbs:
+        left = [event for event in trace(2, verbs) if event.verb is not missing]
+        (found,) = check_order(left, ranks=2, required=required)
+        assert (str(found.signature), found.evidence["verb"]) == ("ORDER:INCOMPLETE", missing.value)
+
+
+def test_the_verbs_of_a_lifecycle_by_its_layers() -> None:
+    assert wanted(host=True, device=True, sleeps=True) == frozenset(Verb)
+    common = {Verb.QUIESCE, Verb.PREPARE, Verb.REBUILD, Verb.RESUME}
+    assert wanted(host=False, device=False, sleeps=False) == common
+    assert wanted(host=True, device=False, sleeps=False) == common | {Verb.DUMP, Verb.LOAD}
+    assert wanted(host=False, device=False, sleeps=True) == common | {Verb.SLEEP, Verb.WAKE}

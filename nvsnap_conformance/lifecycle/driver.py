@@ -18,8 +18,9 @@ from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
 from nvsnap_conformance.checkpoint.freeze import read_states
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded, NvsnapError
+from nvsnap_conformance.lifecycle import asleep
 from nvsnap_conformance.lifecycle.trace import Event, Verb
-from nvsnap_conformance.outcomes import Outcome, Signature
+from nvsnap_conformance.outcomes import Finding, Outcome, Signature
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -159,12 +160,12 @@ class FrontReleased(VerbFailed):
         self.signature = Signature("FRONT", "RELEASED", verb.value)
 
 
-class FreedNothing(VerbFailed):
-    """An engine said that it sleeps, and its memory is where it was."""
+class NotAsleep(VerbFailed):
+    """An engine said that it sleeps, and its memory does not bear that out."""
 
-    def __init__(self, ranks: Sequence[str]) -> None:
-        super().__init__(f"rank {', '.join(ranks)} has no more free device memory asleep than before")
-        self.signature = Signature("SLEEP", "FREED_NOTHING")
+    def __init__(self, found: Finding) -> None:
+        super().__init__(found.message)
+        self.signature = found.signature
 
 
 class MemoryKept(VerbFailed):
@@ -347,7 +348,8 @@ class LifecycleDriver:
             self._require_held(Verb.SLEEP, deadline)
             # What the hooks' state is then is no clause's.
             self.record.snapshots["asleep"] = self._asked("snapshot", OBSERVER, deadline)
-            self._require_freed()
+            if slept := asleep.problem(self.record.snapshots, self.record.ranks):
+                raise NotAsleep(slept)
 
     def prepare(self, deadline: Deadline) -> None:
         """Release the cross-rank state on every rank."""
@@ -381,23 +383,6 @@ class LifecycleDriver:
             self.engine.wake(deadline.sooner(SLEEP_SECONDS), reload=level == DISCARDS_WEIGHTS)
             # An engine that resumes by itself serves what no orchestrator has declared ready.
             self._require_held(Verb.WAKE, deadline)
-
-    def _require_freed(self) -> None:
-        """Raise :class:`FreedNothing` where a rank has as little free memory on its device as before.
-
-        vLLM answers 200 whatever its workers did. A rank that tells no memory (on a CPU) is not judged.
-        """
-        before, asleep = (
-            {
-                reply.rank: reply.value["memory"]["free"]
-                for reply in self.record.snapshots[moment]
-                if isinstance(reply.value, dict) and "memory" in reply.value
-            }
-            for moment in ("before", "asleep")
-        )
-        kept = {rank for rank in before if asleep.get(rank, 0) <= before[rank]}
-        if kept:
-            raise FreedNothing(sorted(map(str, kept)))
 
     def _require_held(self, verb: Verb, deadline: Deadline) -> None:
         if not self.engine.paused(deadline.sooner(VERB_SECONDS)):

@@ -53,6 +53,13 @@ class DumpsBeforePrepare(LifecycleDriver):
         self.resume(deadline)
 
 
+class NeverCheckpoints(LifecycleDriver):
+    """Prepares, rebuilds and says that the engine was taken through a lifecycle."""
+
+    def checkpoint_and_restore(self, deadline: Deadline) -> None:
+        """Leave it out."""
+
+
 class PromotesUnrebuilt(LifecycleDriver):
     """Lets a restored engine serve although its ranks have not rebuilt what they released."""
 

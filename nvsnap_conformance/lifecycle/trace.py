@@ -70,10 +70,23 @@ class Event:
         return cls(Verb(raw["verb"]), raw["rank"], float(raw["began"]), float(raw["ended"]), bool(raw["ok"]))
 
 
-def check_order(events: list[Event], *, ranks: int) -> list[Finding]:
-    """Check a recorded trace against the state machine.
+def wanted(*, host: bool, device: bool, sleeps: bool) -> frozenset[Verb]:
+    """Return the verbs of a full lifecycle over these layers, with an engine that sleeps or does not."""
+    absent = set()
+    if not host:
+        absent |= {Verb.DUMP, Verb.LOAD}
+    if not device:
+        absent |= {Verb.LOCK, Verb.CHECKPOINT, Verb.RESTORE, Verb.UNLOCK}
+    if not sleeps:
+        absent |= {Verb.SLEEP, Verb.WAKE}
+    return frozenset(Verb) - absent
 
-    Findings: ``ORDER:INCOMPLETE`` (a rank lacks a verb that another has, or a verb lacks its counterpart),
+
+def check_order(events: list[Event], *, ranks: int, required: frozenset[Verb] = frozenset()) -> list[Finding]:
+    """Check a recorded trace against the state machine; ``required`` are the verbs that it was to have.
+
+    Findings: ``ORDER:INCOMPLETE`` (a verb that was to be there is not, a rank lacks one that another has, or
+    one lacks its counterpart),
     ``ORDER:OVERTAKEN`` (a verb began on some rank before an earlier verb had ended on all),
     ``ORDER:REPEATED`` (a verb twice on one rank in one cycle), ``ORDER:FAILED`` (a verb ended in failure),
     ``ORDER:EMPTY``.
@@ -86,7 +99,14 @@ def check_order(events: list[Event], *, ranks: int) -> list[Finding]:
         by_verb.setdefault(event.verb, []).append(event)
     for verb, own in by_verb.items():
         found += _check_verb(verb, own, ranks)
+    found += [
+        finding(f"{verb} was to be part of this lifecycle, and is not", "ORDER:INCOMPLETE", verb=verb.value)
+        for verb in ORDER
+        if verb in required and verb not in by_verb
+    ]
     for opening, closing in PAIRS:
+        if closing in required and opening in required:
+            continue
         if opening in by_verb and closing not in by_verb:
             found.append(
                 finding(f"{opening} was never followed by {closing}", "ORDER:INCOMPLETE", verb=closing.value)

@@ -17,6 +17,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from nvsnap_hooks.footprint import footprint
+
 _SHM = "/dev/shm/"  # noqa: S108 - the kernel's shared memory, not a temporary file of ours
 _LISTEN = "0A"
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
@@ -63,7 +65,8 @@ class Observer:
         ``resources`` maps a stable name to ``{"kind", "live", "identity", ...}``: ``identity`` is a serial
         number that a new object gets anew, so that a rebuilt resource is told from one that was never
         released; ``ranks`` are global ranks. ``shm`` lists mapped files with their sizes in bytes. On CUDA
-        ``memory`` is the device's free and total memory in bytes.
+        ``memory`` is the device's free and total memory in bytes, with
+        :func:`nvsnap_hooks.footprint.footprint`.
         """
         heap = _Heap()
         segments = mapped_segments()
@@ -380,7 +383,7 @@ def _device_memory(worker: Any) -> dict[str, Any]:
     import torch
 
     free, total = torch.cuda.mem_get_info(worker.device)
-    return {"memory": {"free": free, "total": total}}
+    return {"memory": {"free": free, "total": total} | footprint(worker)}
 
 
 def _stale_group(workspace: Any) -> bool:
