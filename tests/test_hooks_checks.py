@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from nvsnap_conformance.engines.protocol import Completion, RankReply
-from nvsnap_conformance.hooks import recapture, standins, teardown, threads, unsupported
+from nvsnap_conformance.hooks import recapture, released, standins, teardown, threads, unsupported
 from nvsnap_conformance.lifecycle import accounting, graphs, report_form
 from nvsnap_conformance.outcomes import Outcome
 
@@ -112,6 +112,86 @@ def test_a_cycle_from_fresh_threads_that_fails_or_leaves_something_unmapped() ->
     assert names(threads.check_any_thread(seen)) == ["RESTORE:UNMAPPED"]
 
 
+UNANSWERED: list[tuple[str, list[RankReply]]] = [
+    ("prepare", []),
+    ("restore", []),
+    ("prepare", [reply(0, prepared(a="released"))]),
+    ("restore", [reply(1, {"state": "serving"})]),
+    ("restore", [reply(0, {}), RankReply(1, "n", "m", {})]),
+]
+
+
+@pytest.mark.parametrize(("verb", "replies"), UNANSWERED)
+def test_a_cycle_in_which_not_all_ranks_answered(verb: str, replies: list[RankReply]) -> None:
+    seen = good()
+    seen.replies[verb] = replies
+    assert names(standins.check_completed(seen)) == [f"CYCLE:{verb.upper()}"]
+    assert names(threads.check_any_thread(seen)) == [f"CYCLE:{verb.upper()}"]
+
+
+@pytest.mark.parametrize("moment", ["prepared", "after"])
+@pytest.mark.parametrize("left", [{}, {0: report([])}, {0: report([]), 1: report([]) | {"workspaces": {}}}])
+def test_a_cycle_that_nobody_looked_at(moment: str, left: dict[int, dict[str, Any]]) -> None:
+    seen = good()
+    seen.reports[moment] = left
+    assert names(standins.check_completed(seen)) == ["REPORT:UNOBSERVED"]
+    assert names(threads.check_any_thread(seen)) == ["REPORT:UNOBSERVED"]
+
+
+def test_nothing_that_was_answered_or_seen() -> None:
+    for check in (standins.check_completed, threads.check_any_thread):
+        assert names(check(standins.Observation(2))) == ["CYCLE:PREPARE"]
+    never = standins.check_failure_told(standins.Observation(2), rank=0, what="destroy-group")
+    assert names(never) == ["CYCLE:PREPARE"]
+    assert set(names(standins.check_backends_agree(standins.Observation(2)))) == {
+        "REPORT:UNOBSERVED",
+        "BACKENDS:ACCEPTED",
+    }
+
+
+def idle(**outcomes: str) -> standins.Observation:
+    """Give a cycle in which nothing was released, with what its reports say."""
+    seen = good()
+    kinds = {"cuda-graphs": "cuda-graphs", "flashinfer/normal": "flashinfer-workspace", "tp:0/shm": "other"}
+    resources = {name: {"kind": kind, "live": True} for name, kind in kinds.items()}
+    seen.snapshots["before"] = [reply(rank, {"resources": resources}) for rank in (0, 1)]
+    seen.replies["prepare"] = [reply(rank, prepared(**outcomes)) for rank in (0, 1)]
+    seen.reports["prepared"] = {rank: report([]) for rank in (0, 1)}
+    return seen
+
+
+def test_hooks_that_release_nothing() -> None:
+    nothing = ["RELEASE:NOTHING"] * 2
+    assert released.check_anything_released(good()) == []
+    for outcomes in ({}, {"made/up": "unsupported"}, {"cuda-graphs": "unsupported"}):
+        seen = idle(**outcomes)
+        assert names(released.check_anything_released(seen)) == nothing
+        assert names(standins.check_failure_told(seen, rank=0, what="no-such-call")) == nothing
+    for outcome in ("absent", "released", "failed"):
+        every = dict.fromkeys(("cuda-graphs", "flashinfer/normal"), outcome)
+        assert names(released.check_anything_released(idle(**every))) == nothing
+
+
+@pytest.mark.parametrize("outcome", ["unsupported", "kept"])
+def test_hooks_that_release_nothing_and_say_so_of_each(outcome: str) -> None:
+    every = dict.fromkeys(("cuda-graphs", "flashinfer/normal"), outcome)
+    seen = idle(**every)
+    assert released.check_anything_released(seen) == []
+    # What the observer did not see cannot be left truly.
+    seen.snapshots["before"] = []
+    assert names(released.check_anything_released(seen)) == ["RELEASE:NOTHING"] * 2
+
+
+def test_what_counts_as_released() -> None:
+    seen = idle()
+    seen.reports["prepared"][0] = report(["workspace-prepare:normal"])
+    seen.reports["prepared"][1]["all2all"]["alive"] = False
+    assert released.check_anything_released(seen) == []
+    seen = idle()
+    seen.replies["prepare"] = [reply(0, error={"type": "x", "message": "no"}), failed(1)]
+    assert released.check_anything_released(seen) == []
+
+
 def refused(message: str = "BadOption: NCCL 22809 has no ncclCommSuspend") -> standins.Observation:
     seen = standins.Observation(2)
     error = {"type": "BadOption", "message": message, "traceback": "ncclCommSuspend"}
@@ -144,6 +224,22 @@ def test_a_refusal_that_had_begun() -> None:
     seen = refused()
     seen.snapshots["prepared"][1] = reply(1, snapshot("world/default", identity=2))
     assert names(teardown.check_refused(seen)) == ["TEARDOWN:TOUCHED"]
+
+
+@pytest.mark.parametrize("moment", ["before", "prepared"])
+@pytest.mark.parametrize("left", [[], [reply(0, snapshot("world/default"))], [reply(0, None), reply(1, {})]])
+def test_a_refusal_at_which_nobody_looked(moment: str, left: list[RankReply]) -> None:
+    seen = refused()
+    seen.snapshots[moment] = left
+    assert names(teardown.check_refused(seen)) == ["REPORT:UNOBSERVED"]
+    seen.snapshots.clear()
+    assert names(teardown.check_refused(seen)) == ["REPORT:UNOBSERVED"]
+
+
+def test_a_refusal_whose_stand_ins_nobody_saw() -> None:
+    seen = refused()
+    del seen.reports["prepared"][1]
+    assert names(teardown.check_refused(seen)) == ["REPORT:UNOBSERVED"]
 
 
 def test_a_refusal_that_never_comes_or_goes_through_the_rpc() -> None:
@@ -188,6 +284,52 @@ def test_what_cannot_be_torn_down_and_is_passed_over(answer: list[RankReply]) ->
     (found,) = unsupported.check_told(seen)
     assert str(found.signature) == "UNSUPPORTED:UNTOLD"
     assert "rank 1" in found.message
+
+
+@pytest.mark.parametrize(
+    ("problem", "named"),
+    [
+        ("NotImplementedError: no", True),
+        ("RuntimeError: it lies in torch's Symmetric Memory", True),
+        ("rank 1: flashinfer/normal: no", True),
+        ("a FlashInfer workspace cannot go", True),
+        ("KeyError: 'workspace'", False),
+        ("could not get workspace lock of dir /workspace", False),
+        ("no such file: /opt/flashinfer/normal", False),
+        ("no such file: flashinfer/normal/lock", False),
+        ("cannot import vendor.flashinfer/normal", False),
+    ],
+)
+def test_which_error_names_what_cannot_be_torn_down(problem: str, named: bool) -> None:
+    seen = cannot()
+    told = {"state": "failed", "problem": problem}
+    seen.cycle.replies["prepare"] = [reply(rank, told) for rank in (0, 1)]
+    assert names(unsupported.check_told(seen)) == ([] if named else ["UNSUPPORTED:UNNAMED"] * 2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "made/up"}, {"name": "flashinfer/quant"}, {"kind": "process-group"}]
+)
+def test_another_resource_that_is_called_unsupported(change: dict[str, str]) -> None:
+    seen = cannot()
+    other = told_of("unsupported")
+    other["resources"][0] |= change
+    seen.cycle.replies["prepare"] = [reply(rank, other) for rank in (0, 1)]
+    assert names(unsupported.check_told(seen)) == ["UNSUPPORTED:UNTOLD"] * 2
+
+
+def test_workspaces_that_nobody_saw_afterwards() -> None:
+    seen = cannot()
+    seen.cycle.reports = {"after": {0: report([]) | {"workspaces": {}}, 1: report([])}}
+    assert names(unsupported.check_serves_on(seen)) == ["REPORT:UNOBSERVED"]
+    unseen: list[dict[str, standins.Reports]] = [
+        {},
+        {"prepared": {}},
+        {"after": {}, "prepared": {0: report([]), 1: report([])}},
+    ]
+    for reports in unseen:
+        seen.cycle.reports = reports
+        assert names(unsupported.check_serves_on(seen)) == ["REPORT:UNOBSERVED"]
 
 
 def test_an_engine_that_does_not_serve_on() -> None:

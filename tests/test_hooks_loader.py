@@ -19,7 +19,17 @@ from nvsnap_conformance.hooks.injection import INJECT
 
 sys.path.insert(0, str(INJECT))  # as an engine's PYTHONPATH has it
 
-from nvsnap_hooks import dispatch, footprint, forwards, holders, making, mappings, rendezvous, transports
+from nvsnap_hooks import (
+    dispatch,
+    footprint,
+    forwards,
+    holders,
+    making,
+    mappings,
+    rendezvous,
+    thread_device,
+    transports,
+)
 from nvsnap_hooks.builtin import other_copies
 from nvsnap_hooks.errors import (
     PassThrough,
@@ -469,3 +479,42 @@ def test_what_a_sleep_is_to_free() -> None:
 )
 def test_what_a_sleep_is_to_free_cannot_be_told(runner: Any) -> None:
     assert footprint.footprint(types.SimpleNamespace(model_runner=runner)) == {"weights": None, "cache": None}
+
+
+@pytest.mark.parametrize(
+    ("index", "made", "current"),
+    [
+        (None, "cpu", True),
+        (3, "cpu", True),
+        (3, "cpu:3", True),
+        (3, "cpu:0", False),
+        (None, "cuda:0", False),
+        (3, "cuda:3", False),
+        (None, 0, False),
+        (None, None, False),
+    ],
+)
+def test_only_the_worker_s_own_device_counts(
+    monkeypatch: pytest.MonkeyPatch, index: int | None, made: Any, current: bool
+) -> None:
+    torch: Any = types.ModuleType("torch")
+    asked: list[Any] = []
+    torch.cpu = types.SimpleNamespace(set_device=asked.append)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    device = thread_device.ThreadDevice(types.SimpleNamespace(type="cpu", index=index))
+    device.watch()
+    told: list[bool] = []
+
+    def make() -> None:
+        torch.cpu.set_device(made)
+        told.append(device.is_current())
+        torch.cpu.set_device("cuda:1")
+        told.append(device.is_current())
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert (told, asked) == ([current, False], [made, "cuda:1"])
+    assert device.is_current()
+    device.unwatch()
+    assert torch.cpu.set_device == asked.append

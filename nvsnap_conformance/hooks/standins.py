@@ -10,6 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded
+from nvsnap_conformance.hooks.released import (
+    check_anything_released,
+    check_observed,
+    failed_ranks,
+    silent_ranks,
+)
 from nvsnap_conformance.lifecycle import accounting
 from nvsnap_conformance.lifecycle.driver import OBSERVER
 from nvsnap_conformance.outcomes import Finding, finding
@@ -72,7 +78,7 @@ def observe(
             seen.raised = f"{verb}: {error}"
             return seen
         _look(engine, seen, moment, deadline)
-        if _failed(seen.replies[verb]):
+        if failed_ranks(seen.replies[verb]):
             break
         if verb == "prepare":
             told = _values(engine.rpc("renew_group", hooks=STAND_INS, deadline=deadline))
@@ -83,15 +89,20 @@ def observe(
 
 
 def check_completed(seen: Observation) -> list[Finding]:
-    """Check that both calls succeeded on every rank. Findings: ``CYCLE:<VERB>``."""
+    """Check that both calls succeeded on every rank, and that all of them were looked at afterwards.
+
+    Findings: ``CYCLE:<VERB>``, ``REPORT:UNOBSERVED``.
+    """
     if seen.silent or seen.raised:
         what = seen.silent or seen.raised or ""
         return [finding(f"the cycle ended early: {what}", f"CYCLE:{what.partition(':')[0].upper()}")]
     for verb in ("prepare", "restore"):
-        failed = _failed(seen.replies.get(verb, []))
-        if failed or verb not in seen.replies:
-            return [finding(f"{verb} did not succeed: {failed}", f"CYCLE:{verb.upper()}")]
-    return []
+        failed = failed_ranks(seen.replies.get(verb, []))
+        silent = silent_ranks(seen.replies.get(verb, []), seen.ranks)
+        if failed or silent:
+            what = f"{verb} did not succeed: {failed}" if failed else f"{verb}: ranks {silent} did not answer"
+            return [finding(what, f"CYCLE:{verb.upper()}")]
+    return check_observed(seen, "prepared", "after")
 
 
 def check_order(seen: Observation) -> list[Finding]:
@@ -246,13 +257,16 @@ def check_failure_told(seen: Observation, *, rank: int, what: str, nth: int = 0)
     if seen.raised:
         return [finding(f"{what} failed on rank {rank}: {seen.raised}", "FAILURE:RAISED")]
     calls = max(
-        sum(event["what"] == what for event in reports.get(rank, {}).get("events", []))
-        for reports in seen.reports.values()
+        (
+            sum(event["what"] == what for event in reports.get(rank, {}).get("events", []))
+            for reports in seen.reports.values()
+        ),
+        default=0,
     )
     if calls <= nth:
-        return check_completed(seen)
+        return check_completed(seen) or check_anything_released(seen)
     last = seen.replies.get("restore") or seen.replies.get("prepare", [])
-    told = set(_failed(last))
+    told = set(failed_ranks(last))
     quiet = sorted(set(range(seen.ranks)) - told)
     if quiet:
         return [finding(f"{what} failed on rank {rank}; ranks {quiet} report success", "FAILURE:HIDDEN")]
@@ -263,12 +277,12 @@ def check_backends_agree(seen: Observation) -> list[Finding]:
     """Check that ranks whose workspaces are of different backends were refused in time, untouched.
 
     The backends differ in their number of barriers, so going on pairs a barrier with another one. Findings:
-    ``BACKENDS:UNBOUNDED``, ``BACKENDS:ACCEPTED``, ``BACKENDS:TOUCHED``.
+    ``BACKENDS:UNBOUNDED``, ``BACKENDS:ACCEPTED``, ``BACKENDS:TOUCHED``, ``REPORT:UNOBSERVED``.
     """
     if seen.silent or seen.raised:
         return [finding(f"workspaces of two backends: {seen.silent or seen.raised}", "BACKENDS:UNBOUNDED")]
-    accepted = sorted(set(range(seen.ranks)) - set(_failed(seen.replies.get("prepare", []))))
-    found: list[Finding] = []
+    accepted = sorted(set(range(seen.ranks)) - set(failed_ranks(seen.replies.get("prepare", []))))
+    found = check_observed(seen, "prepared")
     if accepted:
         found.append(finding(f"ranks {accepted} prepared workspaces of two backends", "BACKENDS:ACCEPTED"))
     for rank, report in seen.reports.get("prepared", {}).items():
@@ -288,13 +302,3 @@ def _values(replies: list[RankReply]) -> Reports:
         if reply.error is not None:
             raise RuntimeError(f"the stand-ins failed on rank {reply.rank}: {dict(reply.error)}")
     return {reply.rank: reply.value for reply in replies if reply.rank is not None}
-
-
-def _failed(replies: list[RankReply]) -> dict[int, str]:
-    """Return by rank why it did not succeed: an error value, or a report whose state says so."""
-    found: dict[int, str] = {}
-    for reply in replies:
-        state = reply.value.get("state") if isinstance(reply.value, dict) else None
-        if reply.rank is not None and (reply.error is not None or state == "failed"):
-            found[reply.rank] = str(dict(reply.error) if reply.error else reply.value.get("problem"))[:300]
-    return found

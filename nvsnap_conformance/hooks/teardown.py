@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nvsnap_conformance.hooks.released import check_observed
 from nvsnap_conformance.lifecycle import accounting
 from nvsnap_conformance.outcomes import Finding, finding
 
@@ -27,7 +28,7 @@ def check_refused(seen: Observation, *, named: str = SUSPEND) -> list[Finding]:
     """Check that every rank refused in time, by the name of what is missing, before it had begun.
 
     Findings: ``TEARDOWN:UNBOUNDED``, ``TEARDOWN:RAISED``, ``TEARDOWN:ACCEPTED``, ``TEARDOWN:UNNAMED``,
-    ``TEARDOWN:TOUCHED``.
+    ``TEARDOWN:TOUCHED``, ``REPORT:UNOBSERVED`` (nobody looked at what a rank holds).
     """
     if seen.silent or seen.raised:
         code = "UNBOUNDED" if seen.silent else "RAISED"
@@ -47,13 +48,22 @@ def check_refused(seen: Observation, *, named: str = SUSPEND) -> list[Finding]:
                     f"rank {rank} refuses without naming {named}: {dict(reply.error)}", "TEARDOWN:UNNAMED"
                 )
             )
-    if not found and _held(seen, "before") != _held(seen, "prepared"):
-        what = f"before {_held(seen, 'before')}, after the refusal {_held(seen, 'prepared')}"
-        found.append(finding(f"what the ranks hold has changed: {what}", "TEARDOWN:TOUCHED"))
-    for rank, report in seen.reports.get("prepared", {}).items():
-        if report["events"] and not found:
-            found.append(finding(f"rank {rank} had begun: {report['events']}", "TEARDOWN:TOUCHED"))
-    return found
+    return found or _check_untouched(seen)
+
+
+def _check_untouched(seen: Observation) -> list[Finding]:
+    before, after = _held(seen, "before"), _held(seen, "prepared")
+    blind = [rank for rank in range(seen.ranks) if not before.get(rank) or rank not in after]
+    if blind:
+        return [finding(f"nobody saw what ranks {blind} hold before and after", "REPORT:UNOBSERVED")]
+    if before != after:
+        what = f"before {before}, after the refusal {after}"
+        return [finding(f"what the ranks hold has changed: {what}", "TEARDOWN:TOUCHED")]
+    return check_observed(seen, "prepared") + [
+        finding(f"rank {rank} had begun: {report['events']}", "TEARDOWN:TOUCHED")
+        for rank, report in seen.reports.get("prepared", {}).items()
+        if report["events"]
+    ]
 
 
 def _held(seen: Observation, moment: str) -> dict[int | None, dict[str, object]]:
@@ -62,4 +72,5 @@ def _held(seen: Observation, moment: str) -> dict[int | None, dict[str, object]]
     return {
         reply.rank: {name: entry.get("identity") for name, entry in accounting.inventory_of(reply).items()}
         for reply in replies
+        if accounting.is_snapshot(reply)
     }

@@ -6,12 +6,14 @@ memory (0.6.15 to 0.7.2); vLLM's hooks hand that on. The stand-ins (:mod:`nvsnap
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nvsnap_conformance.engines.protocol import RequestFailed
 from nvsnap_conformance.errors import NvsnapError
 from nvsnap_conformance.hooks import standins
+from nvsnap_conformance.hooks.released import check_observed
 from nvsnap_conformance.lifecycle import accounting, oracle
 from nvsnap_conformance.outcomes import Finding, finding
 
@@ -20,12 +22,19 @@ if TYPE_CHECKING:
     from nvsnap_conformance.engines.protocol import Completion, EngineHandle, HooksSpec, RankReply
 
 KIND = "flashinfer-workspace"
+NAME = "flashinfer/normal"
+"""The observer's name of the workspace that is planted; it is in both of vLLM's slots."""
+
 PROMPT = oracle.PROMPTS[0]
 ANSWER_SECONDS = 20.0
 """Allowance for one short answer, in seconds; a serving engine on CPU gives it in well under one."""
 
-_NAMES = ("NotImplementedError", "workspace", "symmetric memory")
-"""What an error may name: the error as it was raised, what cannot be torn down, or why."""
+_NAMED = re.compile(
+    rf"NotImplementedError|symmetric[ -]memory|(?<![\w/.])({NAME}|flashinfer[ -]workspace)(?![\w/])",
+    re.IGNORECASE,
+)
+"""What an error may name: the error as it was raised, why, or what cannot be torn down, as such and not as a
+part of a path or of a key that is missing."""
 
 
 @dataclass
@@ -57,7 +66,7 @@ def observe(engine: EngineHandle, hooks: HooksSpec, *, deadline: Deadline) -> Ob
 
 
 def check_told(seen: Observation) -> list[Finding]:
-    """Check that every rank said so: by the outcome ``unsupported``, or by an error that names it.
+    """Check that every rank said so: by the outcome ``unsupported`` of that workspace, or by an error's name.
 
     Findings: ``UNSUPPORTED:UNTOLD``, ``UNSUPPORTED:UNNAMED``.
     """
@@ -66,7 +75,7 @@ def check_told(seen: Observation) -> list[Finding]:
     for rank in range(seen.cycle.ranks):
         reply = replies.get(rank)
         problem = None if reply is None else _problem(reply)
-        if problem is not None and not any(name in problem for name in _NAMES):
+        if problem is not None and not _NAMED.search(problem):
             found.append(
                 finding(f"rank {rank} fails without naming what is missing: {problem}", "UNSUPPORTED:UNNAMED")
             )
@@ -84,15 +93,17 @@ def check_told(seen: Observation) -> list[Finding]:
 def check_serves_on(seen: Observation) -> list[Finding]:
     """Check that the engine answers as before, and that its workspaces are as they were.
 
-    Findings: ``UNSUPPORTED:NOT_SERVING``, ``ORACLE:TOKENS``, ``UNSUPPORTED:WORKSPACE``.
+    Findings: ``UNSUPPORTED:NOT_SERVING``, ``ORACLE:TOKENS``, ``UNSUPPORTED:WORKSPACE``,
+    ``REPORT:UNOBSERVED`` (nobody looked at a rank's workspaces).
     """
     if seen.after is None:
         return [finding(f"the engine does not answer any more: {seen.failure}", "UNSUPPORTED:NOT_SERVING")]
     found: list[Finding] = []
     if seen.after.tokens != seen.before.tokens:
         found.append(finding(f"before {seen.before.tokens}, after {seen.after.tokens}", "ORACLE:TOKENS"))
-    reports = seen.cycle.reports.get("after") or seen.cycle.reports.get("prepared", {})
-    for rank, report in reports.items():
+    last = "after" if "after" in seen.cycle.reports else "prepared"
+    found += check_observed(seen.cycle, last)
+    for rank, report in seen.cycle.reports.get(last, {}).items():
         found += [
             finding(f"rank {rank}: workspace {name} is {workspace}", "UNSUPPORTED:WORKSPACE", rank=rank)
             for name, workspace in report["workspaces"].items()
@@ -119,7 +130,5 @@ def _problem(reply: RankReply) -> str | None:
 
 
 def _reports_unsupported(reply: RankReply) -> bool:
-    return any(
-        entry.get("kind") == KIND and entry.get("outcome") == "unsupported"
-        for entry in accounting.entries_of(reply).values()
-    )
+    entry = accounting.entries_of(reply).get(NAME, {})
+    return (entry.get("kind"), entry.get("outcome")) == (KIND, "unsupported")

@@ -252,6 +252,19 @@ class DeviceOfFirstThread(ReferenceHooks):
         """Rely on the constructor."""
 
 
+class DeviceOfTheFirstRank(ReferenceHooks):
+    """Makes a device current in every thread that calls, the same one on every rank."""
+
+    DIRTY: ClassVar[bool] = True
+
+    def _take_device(self) -> None:
+        """Take the first GPU for the worker's device."""
+        import torch
+        from vllm.platforms import current_platform
+
+        current_platform.set_device(torch.device("cuda", 0))
+
+
 class SuspendSkipped(ReferenceHooks):
     """Asked to suspend NCCL's communicators, skips that where the library cannot, behind a success."""
 

@@ -24,6 +24,31 @@ class SkipsQuietly(ReferenceHooks):
         return [found for found in super().inventory() if not isinstance(found, Broadcaster)]
 
 
+class ReleasesNothing(ReferenceHooks):
+    """Touches nothing, says that it is prepared, and calls something unsupported that nobody has."""
+
+    DIRTY: ClassVar[bool] = False
+
+    def prepare(self) -> Report:
+        """Report what there is not."""
+        self._require_state(SERVING)
+        self.state.name = PREPARED
+        entry = {
+            "name": "made/up",
+            "kind": "flashinfer-workspace",
+            "outcome": "unsupported",
+            "detail": "",
+            "seconds": 0.0,
+        }
+        return {"state": PREPARED, "problem": None, "resources": [entry]}
+
+    def restore(self) -> Report:
+        """Report nothing."""
+        self._require_state(PREPARED)
+        self.state.name = SERVING
+        return {"state": SERVING, "problem": None, "resources": []}
+
+
 class OmitsFromReport(ReferenceHooks):
     """Releases the tensor-parallel group's CPU side and leaves it out of its report."""
 

@@ -2,7 +2,8 @@
 
 On CPU there is no current device, but the engine has one call for every platform,
 ``current_platform.set_device(worker.device)``, by which its own threads begin (``multiproc_executor.py``,
-vLLM 0.32) and which ends in ``torch.cpu.set_device``. The stand-in takes note of the threads that make it.
+vLLM 0.32) and which ends in ``torch.cpu.set_device``. The stand-in takes note of the threads that make it,
+and of the device that it was made with: another one is not the worker's.
 """
 
 from __future__ import annotations
@@ -43,8 +44,14 @@ class ThreadDevice:
         return bool(_context_device() == self._device.index)
 
     def _note(self, device: Any) -> None:
-        self._here.current = True
         self._set_device(device)
+        self._here.current = self._is_own(device)
+
+    def _is_own(self, device: Any) -> bool:
+        """Return whether what was made current is this device: of its type, and not another one by number."""
+        kind, _, number = str(device).partition(":")
+        index = self._device.index
+        return kind == self._device.type and (not number or index is None or number == str(index))
 
 
 def _context_device() -> int | None:
