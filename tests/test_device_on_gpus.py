@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,13 +14,18 @@ from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.device_failure import Fate
 from nvsnap_conformance.checkpoint.device_ranks import STAND_IN_DEVICES, DeviceRanks
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 FAKES = Path(__file__).parent / "fake_gpus"
 
 
+NAMES = ("pynvml", "cuda", "cuda.bindings", "cuda.bindings.driver")
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("pynvml", "cuda", "cuda.bindings", "cuda.bindings.driver"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    real = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
     monkeypatch.syspath_prepend(str(FAKES))
     driver = tmp_path / "driver"
     driver.mkdir()
@@ -31,7 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "nvsnap_conformance.checkpoint.cuda_driver._maps_cuda",
         lambda pid: (driver / f"{pid}.state").exists(),
     )
-    return driver
+    yield driver
+    # No other test of this process meets the fakes.
+    for name in NAMES:
+        sys.modules.pop(name, None)
+    sys.modules.update(real)
 
 
 @pytest.mark.parametrize("kind", ["gpu", "gpus"])
