@@ -216,13 +216,10 @@ def _named(nvml: Nvml, every: Sequence[Gpu], entry: str) -> Gpu | None:
     return every[int(entry)] if entry.isdecimal() and int(entry) < len(every) else None
 
 
-def memory_in_use(setting: str | None, module: Any | None = None) -> int | None:
-    """Return the bytes in use on the GPUs of a CUDA_VISIBLE_DEVICES, ``None`` where NVML cannot tell."""
-    seen = visible(module, setting=setting)
-    if not seen.gpus:
-        return None
+def memory_in_use(gpus: Sequence[Gpu], module: Any | None = None) -> int:
+    """Return the bytes in use on all of ``gpus``; raise :class:`EnvironmentFailure` where NVML is missing."""
     with Nvml(module) as nvml:
-        return sum(nvml.use(gpu).used for gpu in seen.gpus)
+        return sum(nvml.use(gpu).used for gpu in gpus)
 
 
 def require_driver(version: str | None) -> None:

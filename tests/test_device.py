@@ -14,7 +14,6 @@ from nvsnap_conformance.checkpoint.cuda_driver import CudaDriverCheckpointer
 from nvsnap_conformance.checkpoint.cuda_driver_calls import Helper
 from nvsnap_conformance.checkpoint.device_failure import DeviceFailure, Fate
 from nvsnap_conformance.checkpoint.device_ranks import STAND_IN_DEVICES, DeviceRanks
-from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.deadline import Deadline, wait_for
 from nvsnap_conformance.engines.protocol import HooksSpec, Rank, RankReply
 from nvsnap_conformance.errors import EnvironmentFailure, UsageError
@@ -24,9 +23,12 @@ from nvsnap_conformance.lifecycle.oracle import Answers
 from nvsnap_conformance.lifecycle.trace import check_order
 from nvsnap_conformance.outcomes import Outcome, Signature
 from nvsnap_conformance.processes import ProcessId
+from tests.told_host import ToldHost
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 
 STAND_IN = Path(stand_in_driver.__file__)
 
@@ -263,24 +265,6 @@ class BrokenHost:
 
     def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
         raise EnvironmentFailure("the disk is full")
-
-
-class ToldHost:
-    """A host layer that does nothing but say so."""
-
-    name = "told"
-    replaces_processes = False
-
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
-
-    def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
-        self.told.append("dump")
-        return CheckpointResult("dump", 0.0, ())
-
-    def load(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
-        self.told.append("load")
-        return CheckpointResult("load", 0.0, ())
 
 
 class ToldDevice(CudaDriverCheckpointer):

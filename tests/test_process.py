@@ -306,8 +306,8 @@ while True: signal.pause()
 
 def test_plain_audit_finds_ports_and_files(launch: Launch) -> None:
     engine = launch(
-        "import socket, tempfile, time; s = socket.create_server(('127.0.0.1', 0)); tempfile.mkstemp(); "
-        "print('up', s.getsockname()[1], flush=True); time.sleep(1000)",
+        "import signal, socket, tempfile; s = socket.create_server(('127.0.0.1', 0)); tempfile.mkstemp(); "
+        "print('up', s.getsockname()[1], flush=True); signal.pause()",
         isolate=False,
     )
     found = engine.audit()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from nvsnap_conformance.checkpoint.protocol import CheckpointResult
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.engines.protocol import EngineHandle, HooksSpec, RankReply, RequestFailed
 from nvsnap_conformance.errors import DeadlineExceeded
@@ -21,6 +20,7 @@ from nvsnap_conformance.lifecycle.trace import Verb, check_order, wanted
 from nvsnap_conformance.session.arms import Arm
 from nvsnap_conformance.session.pool import EnginePool
 from nvsnap_conformance.targets.model import load_target
+from tests.told_host import ToldHost
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,24 +82,6 @@ class Engine:
         self.held = False
 
 
-class Host:
-    """A host layer that does nothing but say so."""
-
-    name = "told"
-    replaces_processes = False
-
-    def __init__(self, told: list[str]) -> None:
-        self.told = told
-
-    def dump(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
-        self.told.append("dump")
-        return CheckpointResult("dump", 0.0, ())
-
-    def load(self, _process: Any, _folder: Path, _deadline: Deadline) -> CheckpointResult:
-        self.told.append("load")
-        return CheckpointResult("load", 0.0, ())
-
-
 def orchestrate(
     engine: Engine,
     folder: Path,
@@ -111,7 +93,7 @@ def orchestrate(
     driver = kind(
         cast("EngineHandle", engine),
         HooksSpec(),
-        Host(engine.told),
+        ToldHost(engine.told),
         folder,
         between=engine.told.append,
         sleep_level=level,

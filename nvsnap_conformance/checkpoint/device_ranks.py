@@ -24,7 +24,7 @@ from nvsnap_conformance.checkpoint.device_failure import DeviceFailure
 from nvsnap_conformance.checkpoint.device_process import START_SECONDS, DeviceProcess
 from nvsnap_conformance.deadline import Deadline
 from nvsnap_conformance.errors import EnvironmentFailure, NvsnapError
-from nvsnap_conformance.gpus import VISIBLE, Lease, Nvml, leased
+from nvsnap_conformance.gpus import VISIBLE, Lease, leased, memory_in_use
 from nvsnap_conformance.held_folder import DEVICE, new_folder
 from nvsnap_conformance.lifecycle.residue import RUN_ID, run_id
 
@@ -207,8 +207,7 @@ class DeviceRanks:
     def memory(self) -> int:
         """Return the bytes in use on the device now: all of the GPUs', or all stand-ins'."""
         if self._lease is not None:
-            with Nvml() as nvml:
-                return sum(nvml.use(gpu).used for gpu in self._lease.gpus)
+            return memory_in_use(self._lease.gpus)
         return sum(path.stat().st_size for path in self._folder.glob("*.memory"))
 
     def share(self) -> None:
@@ -242,8 +241,12 @@ class DeviceRanks:
         return {process.pid: process.ask("look") for process in self._processes[: self._count]}
 
     def fill(self) -> None:
-        """Take all memory that is left on the GPUs, by other processes, until the ranks are ended."""
-        assert self._lease is not None  # a stand-in has a fault in its place
+        """Take all memory that is left on the GPUs, by other processes, until the ranks are ended.
+
+        A stand-in has none to take: a fault is in its place.
+        """
+        if self._lease is None:
+            return
         for number in range(len(self._lease.gpus)):
             self._others.append(self._launch(number, EVERYTHING, None))
         for process in self._others:

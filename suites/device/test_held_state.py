@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvsnap_conformance.checkpoint.device_ranks import DeviceObservation
-    from nvsnap_conformance.checkpoint.protocol import DeviceCheckpointer
 
 HELD = ("graph", "pinned", "managed", "virtual", "exportable", "exported", "handle")
 """What a process can hold by itself; see :mod:`nvsnap_conformance.checkpoint.device_held`."""
@@ -29,13 +28,11 @@ SHARED = ("ipc", "descriptor")
 def test_what_a_process_holds_works_again(
     device_kind: str,
     holding: str,
-    make_device: Callable[[DeviceRanks], DeviceCheckpointer],
-    keep_device: Callable[[DeviceObservation], None],
+    run_device: Callable[..., DeviceObservation],
 ) -> None:
     """Each of two processes holds one kind of state, and uses it after the cycle as before."""
     with DeviceRanks(device_kind, holding=holding) as ranks:
-        seen = ranks.cycle(make_device(ranks))
-    keep_device(seen)
+        seen = run_device(ranks)
     require(device_checks.check_carried(seen, holding))
 
 
@@ -46,14 +43,12 @@ def test_what_a_process_holds_works_again(
 def test_what_is_mapped_from_a_peer_is_carried_or_refused(
     device_kind: str,
     holding: str,
-    make_device: Callable[[DeviceRanks], DeviceCheckpointer],
-    keep_device: Callable[[DeviceObservation], None],
+    run_device: Callable[..., DeviceObservation],
 ) -> None:
     """One process has memory of the other mapped, all through the cycle."""
     with DeviceRanks(device_kind, holding=holding) as ranks:
         ranks.share()
-        seen = ranks.cycle(make_device(ranks))
-    keep_device(seen)
+        seen = run_device(ranks)
     require(device_checks.check_carried(seen, holding))
 
 
@@ -64,16 +59,12 @@ def test_what_is_mapped_from_a_peer_is_carried_or_refused(
 def test_what_a_peer_has_closed_goes_and_can_be_mapped_again(
     device_kind: str,
     holding: str,
-    make_device: Callable[[DeviceRanks], DeviceCheckpointer],
-    keep_device: Callable[[DeviceObservation], None],
+    run_device: Callable[..., DeviceObservation],
 ) -> None:
     """One process maps and closes memory of the other; after the cycle it maps that again, and new memory."""
     with DeviceRanks(device_kind, holding=holding) as ranks:
         ranks.share()
         ranks.close_shared()
-        seen = ranks.cycle(make_device(ranks))
-        if seen.error is None:
-            ranks.share_again(seen)
-    keep_device(seen)
+        seen = run_device(ranks, afterwards=ranks.share_again)
     require(device_checks.check_completed(seen) + device_checks.check_carried(seen, holding))
     require(device_checks.check_shared_again(seen, holding))

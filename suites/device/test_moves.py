@@ -15,23 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nvsnap_conformance.checkpoint.device_ranks import DeviceObservation
-    from nvsnap_conformance.checkpoint.protocol import DeviceCheckpointer
 
 
 @pytest.mark.clause("DEVICE-MOVED")
 def test_processes_find_themselves_where_they_were_moved(
     device_kind: str,
-    make_device: Callable[..., DeviceCheckpointer],
-    keep_device: Callable[[DeviceObservation], None],
+    run_device: Callable[..., DeviceObservation],
 ) -> None:
     """Two processes change places; where there is one device, each is restored onto its own by name."""
     with DeviceRanks(device_kind) as ranks:
         before = ranks.devices()
         uuids = _uuids(before)
         moves = dict(zip(uuids, reversed(uuids), strict=True))
-        seen = ranks.cycle(make_device(ranks, moves=moves))
+        seen = run_device(ranks, moves=moves)
         after = ranks.devices() if seen.error is None else []
-    keep_device(seen)
     require(device_checks.check_completed(seen) + device_checks.check_carried(seen, MEMORY))
     require(device_checks.check_devices(before, after, moves))
 
@@ -39,8 +36,7 @@ def test_processes_find_themselves_where_they_were_moved(
 @pytest.mark.clause("DEVICE-MAP-REFUSED")
 def test_a_map_that_cannot_be_is_refused(
     device_kind: str,
-    make_device: Callable[..., DeviceCheckpointer],
-    keep_device: Callable[[DeviceObservation], None],
+    run_device: Callable[..., DeviceObservation],
 ) -> None:
     """A device that is not there, one that is left out, and two onto one."""
     found = []
@@ -55,9 +51,8 @@ def test_a_map_that_cannot_be_is_refused(
                 "left out": {uuids[0]: uuids[0]},
                 "two onto one": dict.fromkeys(uuids, uuids[0]),
             }[what]
-            seen = ranks.cycle(make_device(ranks, moves=moves))
+            seen = run_device(ranks, moves=moves)
             after = ranks.devices() if all(seen.alive.values()) else before
-        keep_device(seen)
         found += device_checks.check_unmoved(before, after)
         found += device_checks.check_refused(seen, "restore", f"a map of devices with one {what}")
     require(found)
