@@ -117,8 +117,9 @@ def check_completed(observation: CycleObservation) -> list[Finding]:
     """Check that every verb succeeded and that the engine answered afterwards.
 
     Findings: the diagnosis' own (``HANG:...``) where a verb hung, the device layer's own
-    (``CUDA:801@restore``), ``FRONT:RELEASED@<verb>`` where the engine resumed by itself, else
-    ``CYCLE:<VERB>``; ``CYCLE:AFTER`` where the engine no longer answered.
+    (``CUDA:801@restore``), that of a verb whose failure has a name of its own (``FRONT:RELEASED@<verb>``,
+    ``SLEEP:...``, ``DEVICE:MEMORY_KEPT@checkpoint``), else ``CYCLE:<VERB>``; ``CYCLE:AFTER`` where the engine
+    no longer answered.
     """
     failure = observation.record.failure
     if observation.diagnosis is not None:
